@@ -16,7 +16,7 @@ OURS = ("app", "launch", "benchmarks")
 # From the ground up. Each entry is a room: a folder, or a module alone.
 FLOORS: list[list[str]] = [
     ["app.errors"],
-    ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
+    ["app.files", "app.tasks"],
     ["app.environment", "app.runs"],
     ["app.recipe"],
     ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sources import everything
 from torchvision.datasets import ImageFolder
@@ -92,7 +93,13 @@ def write_database(path: Path, samples: list[Sample], *, subdir: bool = True, **
             transaction.put(key, value)
 
 
+def check_same(found: Data, expected: Data) -> None:
+    """All splits of both have the same images and labels."""
+    for one, other in zip(found.values(), expected.values(), strict=True):
+        assert [torch.equal(*pair) for pair in zip(everything(one), everything(other), strict=True)] == [True, True]
+
+
 def refused(source: str, path: Path, sentence: str, **keys) -> None:
     with pytest.raises(DataError, match=sentence) as caught:
-        everything(opened(source, path, **keys).train)
+        everything(opened(source, path, **keys)["train"])
     assert "\n" not in str(caught.value)

@@ -66,8 +66,7 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
     from app.data.samples import CHECK
     from app.tasks.image_classification.data import images
     from app.tasks.image_classification.data.images import UnreadableError
-    from app.tasks.image_classification.data.open import download_data, not_read, open_undecoded
-    from app.tasks.image_classification.data.stage import located
+    from app.tasks.image_classification.data.open import download_data, located, not_read, open_undecoded
 
     download_data(recipe.sections)
     sections = located(recipe.sections)
@@ -75,7 +74,7 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
         while True:
             try:
                 data = open_undecoded(sections)
-                return data.there, not_read(data)
+                return data, not_read(data)
             except UnreadableError as error:
                 found[error.name] = str(error).removesuffix(f". {CHECK}")
             names = [(name, "") for name in (*images.names_in(recipe.sections.data), *found)]

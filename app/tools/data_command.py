@@ -18,7 +18,6 @@ _COMMANDS = {
     "tokenize": (_TEXTS, "tokenize text, or prompts and answers, into a token folder"),
     "check": ("", "read every sample once and list the unreadable ones"),
     "pack": (_PICTURES, "shrink pictures or convert them to another format"),
-    "bench": (_PICTURES, "measure how many pictures per second can be loaded"),
 }
 
 

@@ -156,7 +156,7 @@ def test_looked_up_batches_are_those_of_the_plain_feed(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) -> None:
-    source = open_data(recipe_file.load("digits").recipe.sections).test
+    source = open_data(recipe_file.load("digits").recipe.sections)["test"]
     numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
     built = fetched_by_workers(source, numbers, workers=2)
     found = list(Ahead(functools.partial(loader.unwritten, built), device))
@@ -257,7 +257,7 @@ def test_what_is_raised_in_the_thread_is_raised_in_the_loop_at_its_place(at: int
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_killed_worker_is_told() -> None:
     """As torch tells it. What the thread meets, half of a batch, is not the cause."""
-    source = open_data(recipe_file.load("digits").recipe.sections).train
+    source = open_data(recipe_file.load("digits").recipe.sections)["train"]
     numbers = TrainBatches(
         size=len(source), seed=1, global_batch_size=8, micro_batches_per_step=1, first_step=0, last_step=10**6
     )

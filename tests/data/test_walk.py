@@ -122,7 +122,7 @@ def test_a_link_that_cannot_be_copied_is_named(pictures: Path, tmp_path: Path) -
     keys = [f"data.path={pictures}", f"data.stage_to={tmp_path}", "train.steps=1"]
     finished = train("cpu", tmp_path / "run", "--recipe", "imagefolder", *keys)
     assert finished.returncode == DataError.exit_code
-    assert f"DataError: {pictures}/train/ant/gone.png cannot be copied to data.stage_to (" in finished.output
+    assert f"DataError: {pictures}/train/ant/gone.png cannot be read (" in finished.output
 
 
 def as_jsonl(path: Path) -> None:

@@ -56,7 +56,7 @@ def test_options_that_there_are_not(command: str, refused: Refused) -> None:
 
 WORDS: dict[str, tuple[str, int]] = {
     "lauch": ("lauch: unknown command; did you mean launch", 2),
-    "data look": ("invalid choice: 'look' (choose from 'inspect', 'tokenize', 'check', 'pack', 'bench')", 2),
+    "data look": ("invalid choice: 'look' (choose from 'inspect', 'tokenize', 'check', 'pack')", 2),
     "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
     "doctor --processes x": ("--processes: invalid int value: 'x'", 2),
     "doctor --patience 0": ("--patience: '0': expected a number, more than 0", 2),
@@ -138,9 +138,6 @@ DATA: dict[str, tuple[str, int]] = {
     "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
     "pack digits --to arrays --out file": ("file already exists, and pack replaces no files", 6),
     "pack digits": ("the following arguments are required: --to, --out", 2),
-    "bench nowhere": ("nowhere is neither a recipe", 3),
-    "bench digits --seconds 0": ("--seconds: '0': expected a number, more than 0", 2),
-    "bench pictures": ("the training split has 2 samples, and measuring needs at least 64", 3),
 }
 
 

@@ -12,7 +12,7 @@ from torchvision import models as zoo
 from app import options
 from app.errors import TrackerError, UsageError
 from app.reports import scale
-from app.tasks.image_classification import model_names
+from app.tasks.image_classification.sections import model_names
 from app.tools import parity
 from launch import cli
 
@@ -24,7 +24,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, l
 
 
 def test_the_models_are_those_of_the_library() -> None:
-    assert list(model_names.known()) == ["convnet", *zoo.list_models(module=zoo)]
+    assert list(model_names()) == ["convnet", *zoo.list_models(module=zoo)]
 
 
 def test_the_trackers_are_those_of_the_library() -> None:

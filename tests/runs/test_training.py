@@ -98,7 +98,7 @@ def test_other_data_needs_the_classes_of_the_model(run: Path, tmp_path: Path) ->
     def evaluate(*keys: str) -> Finished:
         return processes.run("cpu", 1, "app.evaluate", str(run), "--json", *keys)
 
-    images, labels = (tensor.numpy() for tensor in open_data(Recipe().sections).test.fetch(np.arange(359), None).values())
+    images, labels = (tensor.numpy() for tensor in open_data(Recipe().sections)["test"].fetch(np.arange(359), None).values())
     for index, (image, label) in enumerate(zip(images, labels, strict=True)):
         (tmp_path / "test" / str(label)).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[0]).save(tmp_path / "test" / str(label) / f"{index}.png")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +26,6 @@ from app.metrics.trackers import TensorBoard, tracked
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim, claim
 from app.runs.failure import Recorder
-from app.tasks.image_classification.predictions import Prediction, Predictions
 from app.tasks.image_classification.predictions import write as write_predictions
 
 APPENDS = "append"
@@ -38,7 +36,7 @@ WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 class Pictures:
     """Two test pictures."""
 
-    classes = ("a", "b")
+    facts: ClassVar = {"classes": ["a", "b"]}
 
     def fetch(self, indices: Any, _draw: Any) -> dict[str, torch.Tensor]:
         return {"images": torch.zeros(len(indices), 1, 4, 4, dtype=torch.uint8)}
@@ -71,10 +69,10 @@ def result(ours: Claim) -> None:
 
 
 def predictions(ours: Claim) -> None:
-    seen = [Prediction(0, 0, 1, 0.5), Prediction(1, 1, 1, 0.5)]
+    rows = torch.tensor([[0, 1, 0.5], [1, 1, 0.5]], dtype=torch.float64)
     with ours.staged("test_predictions") as folder:
         folder.mkdir()
-        write_predictions(folder, Pictures(), Predictions(Counter({(0, 1): 1}), seen, seen[:1]))  # type: ignore[arg-type]
+        write_predictions(folder, Pictures(), rows)  # type: ignore[arg-type]
 
 
 def checkpoint(ours: Claim) -> None:

@@ -8,12 +8,6 @@ from typing import Any
 
 from app.runs.model_card import Told
 
-_ON_HUB = {
-    "mnist": "ylecun/mnist",
-    "fashion_mnist": "zalando-datasets/fashion_mnist",
-    "cifar10": "uoft-cs/cifar10",
-    "cifar100": "uoft-cs/cifar100",
-}
 _MOST_NAMED = 100
 """Class names listed here; model.json has them all."""
 
@@ -27,7 +21,7 @@ def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
     return Told(
         title=f"{recipe['model.name']}, which classifies pictures of {name}",
         data=f"`{name}`{kind}",
-        dataset=path if is_of_hub else _ON_HUB.get(source),
+        dataset=path if is_of_hub else None,
         pipeline="image-classification",
         sample="pictures",
         also=_input(facts, recipe),

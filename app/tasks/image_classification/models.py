@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from app.distributed.own_layers import HALF
 from app.errors import RecipeError
-from app.tasks.image_classification import model_names
-from app.tasks.image_classification.sections import ModelRecipe
+from app.tasks.image_classification.sections import CONVNET, ModelRecipe, model_name_problem
 
 _MAX_GROUPS = 8
 
@@ -31,7 +30,7 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
     name is unknown, or the network does not take images of this size.
     """
     model: nn.Module
-    if recipe.name == model_names.CONVNET:
+    if recipe.name == CONVNET:
         model = _convnet(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     else:
         model = _torchvision_model(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
@@ -97,7 +96,7 @@ def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int],
 
     if name not in zoo.list_models(module=zoo):
         here = f"model.name is {name!r}: the installed torchvision {torchvision.__version__} has no such model"
-        raise RecipeError(model_names.problem(name) or here)
+        raise RecipeError(model_name_problem(name) or here)
     try:
         model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
     except (AssertionError, ValueError) as error:  # how vit and maxvit refuse a size

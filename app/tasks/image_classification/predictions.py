@@ -1,7 +1,7 @@
-"""Predictions: single images, the confusion counts and images of the last evaluation, and samples of an augmented batch.
+"""Predictions: of single images, counts and images of an evaluated split, and samples of an augmented batch.
 
-test_predictions/predictions.json   classes, counts of label and prediction, and what the pictures show
-test_predictions/SAMPLE.png         a test picture, at most 72 pixels wide and high
+test_predictions/predictions.json   classes, counts of label and prediction, and what the images show
+test_predictions/SAMPLE.png         an image of the split, at most 72 pixels wide and high
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from app.runs import run_folder
-from app.tasks.image_classification.data.decoding import Framing, content_of, decode, resize
+from app.tasks.image_classification.data.decoding import Framing, as_picture, content_of, decode, resize
 from app.tasks.image_classification.data.images import Images, spread
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
@@ -28,75 +28,40 @@ _ALL_PAIRS_CLASSES, _MOST_PAIRS = 100, 1000
 """Up to this many classes every pair of label and prediction is recorded; beyond, only the most frequent mistakes."""
 
 
-class Prediction(NamedTuple):
-    """What a model made of one test sample."""
+def write(folder: Path, images: Images, rows: Tensor) -> None:
+    """Write the counts of a split's predictions, and some of its images, into a folder.
 
-    sample: int
-    """Its index, from 0."""
-    label: int
-    predicted: int
-    probability: float
-    """That of the predicted class, 0..1, in thousandths: the last bits of it differ between topologies."""
-
-
-class Predictions(NamedTuple):
-    """What a model made of a test set."""
-
-    pairs: Counter[tuple[int, int]]
-    """How many samples have a label and a predicted class."""
-    spread: list[Prediction]
-    """Some samples spread evenly over the data."""
-    mistakes: list[Prediction]
-    """Those of which the model was most certain, the most certain first."""
-
-
-def of(rows: Tensor) -> Predictions:
-    """Return what a model made of a test set; `rows` is float64 [N, 3]: label, predicted class, and its probability."""
+    `rows` is float64 [N, 3]: label, predicted class, and its probability. The images are some spread evenly over the split, and
+    the mistakes of which the model was most certain, in this order. Raises DataError if one cannot be read.
+    """
     labels, predicted = rows[:, 0].long(), rows[:, 1].long()
-    sure = rows[:, 2].round(decimals=3)
-    pairs = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
-
-    def prediction(sample: int) -> Prediction:
-        return Prediction(sample, int(labels[sample]), int(predicted[sample]), float(sure[sample]))
-
+    probabilities = rows[:, 2].round(decimals=3)  # the last bits differ between topologies
     wrong = (labels != predicted).nonzero()[:, 0]
-    surest = wrong[sure[wrong].argsort(descending=True, stable=True)[:_MISTAKEN_PICTURES]]
-    return Predictions(
-        pairs=pairs,
-        spread=[prediction(sample) for sample in spread(len(rows), _SPREAD_PICTURES)],
-        mistakes=[prediction(sample) for sample in surest.tolist()],
-    )
+    mistakes = wrong[probabilities[wrong].argsort(descending=True, stable=True)[:_MISTAKEN_PICTURES]].tolist()
+    pairs = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
+    kept, num_classes = pairs, len(images.facts["classes"])
+    if num_classes > _ALL_PAIRS_CLASSES:
+        confused = sorted(((-count, pair) for pair, count in pairs.items() if pair[0] != pair[1]))[:_MOST_PAIRS]
+        right = ((label, label) for label in range(num_classes))
+        kept = Counter({pair: pairs[pair] for pair in [*right, *(pair for _, pair in confused)]})
 
+    def row(sample: int) -> dict[str, Any]:
+        predictions = {"label": int(labels[sample]), "predicted": int(predicted[sample])}
+        return {"sample": sample, **predictions, "probability": float(probabilities[sample])}
 
-def write(folder: Path, source: Images, found: Predictions) -> None:
-    """Write what was found on `source` into a folder: the counts, and the pictures. Raises DataError if a picture is gone."""
-    shown = list(dict.fromkeys(found.spread + found.mistakes))
-    indices = np.array([row.sample for row in shown], dtype=np.int64)
-    images = source.fetch(indices, None)["images"]
-    kept = _kept(found.pairs, len(source.facts["classes"]))
-    told = {
-        "classes": source.facts["classes"],
-        "pairs": [[label, predicted, kept[label, predicted]] for label, predicted in sorted(kept)],
-        "samples_left_out": found.pairs.total() - kept.total(),
-        "spread": [row._asdict() for row in found.spread],
-        "mistakes": [row._asdict() for row in found.mistakes],
+    shown = {"spread": spread(len(rows), _SPREAD_PICTURES), "mistakes": mistakes}
+    content = {
+        "classes": images.facts["classes"],
+        "pairs": [[*pair, kept[pair]] for pair in sorted(kept)],
+        "samples_left_out": pairs.total() - kept.total(),
+        **{name: [row(sample) for sample in samples] for name, samples in shown.items()},
     }
-    for row, image in zip(shown, images, strict=True):
-        pixels = image[0] if len(image) != 3 else image.permute(1, 2, 0)
-        picture = Image.fromarray(pixels.numpy())
+    samples = np.array(list(dict.fromkeys(shown["spread"] + shown["mistakes"])), dtype=np.int64)
+    for sample, pixels in zip(samples.tolist(), images.fetch(samples, None)["images"], strict=True):
+        picture = as_picture(pixels)
         picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
-        picture.save(folder / f"{row.sample}.png")
-    (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(told) + "\n")
-
-
-def _kept(pairs: Counter[tuple[int, int]], num_classes: int) -> Counter[tuple[int, int]]:
-    """The pairs that are written down."""
-    if num_classes <= _ALL_PAIRS_CLASSES:
-        return pairs
-    wrong = sorted(((-count, pair) for pair, count in pairs.items() if pair[0] != pair[1]))[:_MOST_PAIRS]
-    return Counter(
-        {pair: pairs[pair] for pair in [*((label, label) for label in range(num_classes)), *(pair for _, pair in wrong)]}
-    )
+        picture.save(folder / f"{sample}.png")
+    (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(content) + "\n")
 
 
 def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:
@@ -116,44 +81,27 @@ def likeliest(logits: Tensor, classes: list[str], *, top: int) -> tuple[str, dic
     return words, {"classes": names, "probabilities": shares}
 
 
-_SMALLEST_SIDE, _LARGEST_SIDE = 96, 224
-"""Sizes of a shown sample, in pixels: others are scaled to these. The largest is what most networks see."""
-_MARGIN, _LINE = 4, 14
-"""Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
+_TILE_SIDE, _MARGIN, _LINE = 96, 4, 14
+"""Size of a sample in a grid, space between samples, and height of a line of text in Pillow's own font, in pixels."""
 
 
-def grid(pixels: Any, texts: Sequence[str]) -> Any:
-    """Return a picture, uint8 [H, W, 3] (an array): samples, uint8 [n, C, H, W], each over its text."""
-    samples = [_sized(_picture(sample)) for sample in pixels]
-    columns = math.ceil(math.sqrt(len(samples)))
-    width, height = samples[0].width + _MARGIN, samples[0].height + _LINE + _MARGIN
-    rows = math.ceil(len(samples) / columns)
+def grid(pixels: Tensor, texts: Sequence[str]) -> np.ndarray:
+    """Return an image, uint8 [H, W, 3]: samples, uint8 [n, C, H, W], side by side, each over its text."""
+    columns = math.ceil(math.sqrt(len(texts)))
+    rows = math.ceil(len(texts) / columns)
+    width, height = _TILE_SIDE + _MARGIN, _TILE_SIDE + _LINE + _MARGIN
     whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
-    draw = ImageDraw.Draw(whole)
-    for position, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+    for position, (sample, text) in enumerate(zip(pixels, texts, strict=True)):
+        tile = Image.new("RGB", (_TILE_SIDE, _TILE_SIDE + _LINE), "white")  # which cuts off a long text
+        tile.paste(ImageOps.contain(as_picture(sample).convert("RGB"), (_TILE_SIDE, _TILE_SIDE), Image.Resampling.NEAREST))
+        ImageDraw.Draw(tile).text((0, _TILE_SIDE), text, fill="black")
         row, column = divmod(position, columns)
-        left, top = _MARGIN + column * width, _MARGIN + row * height
-        whole.paste(sample, (left, top))
-        draw.text((left, top + sample.height), _fitting(draw, text, sample.width), fill="black")
+        whole.paste(tile, (_MARGIN + column * width, _MARGIN + row * height))
     return np.asarray(whole)
 
 
-def _picture(sample: Any) -> Image.Image:
-    """A sample, uint8 [C, H, W]: in colour if it has three channels or more, else by its first alone."""
-    return Image.fromarray(np.moveaxis(sample[:3], 0, -1) if len(sample) >= 3 else sample[0]).convert("RGB")
-
-
-def _sized(picture: Image.Image) -> Image.Image:
-    side = max(picture.size)
-    if side > _LARGEST_SIDE:
-        return picture.resize((picture.width * _LARGEST_SIDE // side, picture.height * _LARGEST_SIDE // side))
-    return picture.resize(
-        (picture.width * (times := max(1, _SMALLEST_SIDE // side)), picture.height * times), Image.Resampling.NEAREST
-    )
-
-
 def text_of(target: Tensor, classes: Sequence[str]) -> str:
-    """The class of a sample, or the two that it is mixed from with their shares."""
+    """Return the class of a sample, or the two that it is mixed from with their shares."""
     if target.ndim == 0:
         return classes[int(target)]
     shares, numbers = target.topk(2)
@@ -161,10 +109,3 @@ def text_of(target: Tensor, classes: Sequence[str]) -> str:
     if shares[1] < 0.005:
         return names[0]
     return " + ".join(f"{name} {share:.0%}" for name, share in zip(names, shares.tolist(), strict=True))
-
-
-def _fitting(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    """As much of a text as is not wider than this."""
-    while draw.textlength(text) > width:
-        text = text[:-1]
-    return text

@@ -6,6 +6,7 @@ read it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from app.errors import did_you_mean
 from app.recipe.kinds import NOT_NEGATIVE, POSITIVE, SHARE, Problem, Range, problem
-from app.tasks.image_classification import model_names
+
+CONVNET = "convnet"
+_TORCHVISION_MODELS = Path(__file__).with_name("torchvision_models.txt")
+"""Names that `torchvision.models.list_models` gives: a login node, without torch, refuses a misspelt one before the queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +144,7 @@ class Sections:
     def contradictions(self) -> Iterator[Problem]:
         """Yield the problems of values that contradict each other."""
         data = self.data
-        if unknown := model_names.problem(self.model.name):
+        if unknown := model_name_problem(self.model.name):
             yield Problem(unknown, "model.name")
         for key in ("hub_config", "hub_revision"):
             if getattr(data, key) and data.source != "huggingface":
@@ -178,3 +183,17 @@ class Sections:
 
 
 _DECODED = ("imagefolder", "huggingface", "webdataset", "hdf5", "lmdb", "tfrecord")
+
+
+@functools.cache
+def model_names() -> tuple[str, ...]:
+    """Return all values of model.name, our own first."""
+    return CONVNET, *_TORCHVISION_MODELS.read_text().split()
+
+
+def model_name_problem(name: str) -> str | None:
+    """Return what is wrong with a value of model.name, with the nearest names that exist, or None."""
+    if name in model_names():
+        return None
+    hint = did_you_mean(name, model_names(), otherwise=f"there are {', '.join(model_names())}")
+    return f"model.name is {name!r}: no such model; {hint}"

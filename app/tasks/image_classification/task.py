@@ -18,16 +18,12 @@ from app.data.samples import Batch, Splits
 from app.environment.topology import listed
 from app.errors import DataError
 from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
-from app.tasks.image_classification import model_names, models, predictions
+from app.tasks.image_classification import models, predictions
 from app.tasks.image_classification.data import images
-from app.tasks.image_classification.data.augment import Preparation
+from app.tasks.image_classification.data.augment import Preparation, check_channels
 from app.tasks.image_classification.data.images import Data, Images
-from app.tasks.image_classification.data.open import download_data, notes_on, open_staged
-from app.tasks.image_classification.data.stage import staged
-from app.tasks.image_classification.sections import Sections
-
-_FEW_LOGITS = 16_384
-"""Up to this many logits of a pass are kept until the next log; beyond, only the largest of each sample."""
+from app.tasks.image_classification.data.open import download_data, notes_on, open_staged, staged
+from app.tasks.image_classification.sections import CONVNET, Sections
 
 
 class ImageClassification(Task):
@@ -38,12 +34,10 @@ class ImageClassification(Task):
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
-        self.channels_last = sections.model.name == model_names.CONVNET  # max-pooling on a CPU takes a fifth of its time so
+        self.channels_last = sections.model.name == CONVNET  # max-pooling on a CPU takes a fifth of its time so
         self._data: Data | None = None
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None
-        self._inputs: Tensor | None = None
-        """The inputs of the last training batch; their memory is reused for the next batch."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sections": self._sections}
@@ -61,31 +55,36 @@ class ImageClassification(Task):
     def samples(self, split: Split) -> Images | None:
         """Open a split; all are opened at once, and checked against each other."""
         self._data = self._data or open_staged(self._sections)
-        found: Images | DataError | None = getattr(self._data, split)
-        if isinstance(found, DataError):
-            raise found
-        return found
+        if split == "train" and split not in self._data:
+            data = self._sections.data
+            raise DataError(f"data.path={data.path} has no split data.train_split={data.train_split}: correct one of them")
+        return self._data.get(split)
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no pictures."""
-        return notes_on(Data(data.train, data.validation, data.test))
+        splits = {"train": data.train, "validation": data.validation, "test": data.test}
+        return notes_on({split: images for split, images in splits.items() if images is not None})
 
     def adapt_samples(self, samples: Images, metadata: Mapping[str, Any]) -> Images:
         """Return the samples. Raises DataError unless they have the model's classes, channels and size."""
         data = self._sections.data
+        source = f"data.source={data.source}, data.path={data.path}"
         if samples.channels != metadata["channels"] or (
             samples.image_size != tuple(metadata["image_size"]) and data.image_size is None
         ):
+            now, then = (
+                f"{facts['channels']} channels and {'x'.join(map(str, facts['image_size']))} pixels"
+                for facts in (samples.facts, metadata)
+            )
             raise DataError(
-                f"the pictures of data.source={data.source}, data.path={data.path} have "
-                f"{_kind(samples.facts)}, but the run was trained on {_kind(metadata)}: set data.color and "
-                "data.image_size to match"
+                f"the pictures of {source} have {now}, but the run was trained on {then}: set data.color and data.image_size "
+                "to match"
             )
         if samples.classes != tuple(metadata["classes"]):
             differing = sorted({*samples.classes} ^ {*metadata["classes"]}) or list(samples.classes)
             raise DataError(
-                f"the classes of data.source={data.source}, data.path={data.path} are not those that the run was trained on, "
-                f"in their order ({listed(differing, 5)} differ): give the data the same classes"
+                f"the classes of {source} are not those that the run was trained on, in their order ({listed(differing, 5)} "
+                "differ): give the data the same classes"
             )
         self._facts = metadata
         return samples
@@ -100,7 +99,7 @@ class ImageClassification(Task):
         """Return the recipe's network for pictures with this metadata: classes, channels, image_size."""
         self._facts = metadata
         self._preparation = None
-        Preparation.check(self._sections.data, channels=metadata["channels"])
+        check_channels(self._sections.data, metadata["channels"])
         return models.build(
             self._sections.model,
             channels=metadata["channels"],
@@ -119,8 +118,8 @@ class ImageClassification(Task):
         preparation = self._preparation or self._prepares(form)
         if rng is None:
             return {**batch, "inputs": preparation.evaluate(batch), "targets": batch["labels"]}
-        self._inputs, targets = preparation.train(batch, rng, self._inputs)
-        return {**batch, "inputs": self._inputs, "targets": targets}
+        inputs, targets = preparation.train(batch, rng)
+        return {**batch, "inputs": inputs, "targets": targets}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean cross-entropy in nats, and with unmixed targets how many samples were classified right."""
@@ -129,9 +128,7 @@ class ImageClassification(Task):
         mean = models.mean_loss(logits, targets, label_smoothing=self._sections.augment.label_smoothing)
         if targets.is_floating_point():
             return Loss(mean, targets.shape[0])
-        answers = logits.detach()
-        if not answers.is_cpu or answers.numel() > _FEW_LOGITS:  # a CUDA graph writes the next ones over these
-            answers = answers.argmax(1)
+        answers = logits.detach().argmax(1)  # a CUDA graph writes the next logits over these
         return Loss(mean, targets.shape[0], {"accuracy": Later(_right, (answers, targets))})
 
     # Scores -----------------------------------------------------------------------------------------------------------
@@ -169,13 +166,13 @@ class ImageClassification(Task):
     def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
         """Return the first pictures of a training batch side by side, each over its label."""
         assert self._preparation is not None, "no batch was prepared"
-        pixels = self._preparation.pixels(batch["inputs"][:limit].detach()).cpu().numpy()
+        pixels = self._preparation.pixels(batch["inputs"][:limit].detach()).cpu()
         texts = [predictions.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
         return "augmented_batch", predictions.grid(pixels, texts)
 
     def write_outputs(self, folder: Path, samples: Images, rows: Tensor) -> None:
-        """Write what was mistaken for what, and some pictures."""
-        predictions.write(folder, samples, predictions.of(rows))
+        """Write which classes were confused, and some pictures."""
+        predictions.write(folder, samples, rows)
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return the `top` most likely classes of each picture file, and their probabilities."""
@@ -200,14 +197,8 @@ class ImageClassification(Task):
 
 
 def _right(answers: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """How many answers of each pass are right [P], and of how many: logits [P, B, K] or classes [P, B], and labels [P, B]."""
-    said = answers if answers.shape == labels.shape else answers.max(-1).indices  # on a CPU half of argmax's time
-    return (said == labels).sum(-1), float(labels.shape[1])
-
-
-def _kind(facts: Mapping[str, Any]) -> str:
-    height, width = facts["image_size"]
-    return f"{facts['channels']} channels and {height}x{width} pixels"
+    """Return how many answers of each pass are right [P], and of how many, for classes [P, B] and labels [P, B]."""
+    return (answers == labels).sum(-1), float(labels.shape[1])
 
 
 task = ImageClassification

@@ -192,9 +192,8 @@ def test_inspect_goes_to_the_task_of_the_data(tmp_path: Path, capsys: pytest.Cap
     assert r"Call me \x1b[31mIshmael<|endoftext|>" in shown
     assert data_command.main(["inspect", "--recipe", "digits"]) == 0
     assert "data.source=digits" in capsys.readouterr().out
-    for words in (["bench", "lm_tiny"], ["pack", "lm_tiny", "--to", "arrays", "--out", "no"], ["inspect", "digits", "lm_tiny"]):
-        with pytest.raises(RecipeError, match="lm_tiny is a recipe for the task causal_lm, and this command is for pictures"):
-            data_command.main(words)
+    with pytest.raises(RecipeError, match="lm_tiny is a recipe for the task causal_lm, and this command is for pictures"):
+        data_command.main(["pack", "lm_tiny", "--to", "arrays", "--out", "no"])
     assert data_command.main(["inspect", "lm_tiny", "--rows", "1", "data.sequence_length=20"]) == 0
     assert "=== row 0 of train: 21 tokens, 20 count as targets, 1 document ===\nETYMOLOGY." in capsys.readouterr().out
     with pytest.raises(DataError, match=r"--row 1: the split train has the rows 0\.\.0"):

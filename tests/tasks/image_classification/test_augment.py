@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 import waits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchvision.transforms import RandAugment, RandomErasing, v2
 from torchvision.transforms import functional as TF
 from torchvision.transforms.autoaugment import InterpolationMode, _apply_op
@@ -35,8 +33,8 @@ def prepare(augment, channels=3, **data):
     return Preparation(DataRecipe(**data), augment, num_classes=10, channels=channels)
 
 
-def trained(preparation, batch, memory=None, seed=5):
-    return preparation.train(batch, Draws(seed, batch["samples"], batch.get("numbers")), memory)
+def trained(preparation, batch, seed=5):
+    return preparation.train(batch, Draws(seed, batch["samples"], batch.get("numbers")))
 
 
 def smooth_images(count, channels=3, height=32, width=32):
@@ -103,30 +101,6 @@ def test_inputs_have_the_models_type_and_memory_order(augment, dtype, channels_l
     torch.testing.assert_close(targets, expected_targets, check_dtype=False)
 
 
-@pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_inputs_are_the_same_in_memory_of_earlier_ones(augment, dtype, channels_last, channels):
-    def train(batch, memory):
-        arguments = {"num_classes": 10, "channels": channels, "dtype": dtype, "channels_last": channels_last}
-        return trained(Preparation(DataRecipe(), augment, **arguments), batch, memory)
-
-    batch = batch_of(6, channels)
-    expected, _ = train(batch, None)
-    earlier, _ = train(batch_of(6, channels, first_sample=0), None)
-    inputs, _ = train(batch, earlier)
-    assert torch.equal(inputs, expected)
-    assert inputs.stride() == expected.stride()
-    assert torch.equal(train(batch, earlier[:4])[0], expected)  # of another size: not used
-
-
-def test_memory_of_earlier_inputs_is_used_again():
-    preparation = prepare(AugmentRecipe(crop_padding=4))
-    earlier, _ = trained(preparation, batch_of(6), None)
-    assert trained(preparation, batch_of(6), earlier)[0].data_ptr() == earlier.data_ptr()
-
-
 @pytest.mark.parametrize(("key", "channels", "values"), [("mean", 1, (0.1, 0.2, 0.3)), ("std", 3, (0.1, 0.2))])
 def test_a_wrong_number_of_means_is_refused(key, channels, values):
     with pytest.raises(RecipeError, match=rf"data\.{key} has {len(values)} values.* {channels} channels?: .* or {channels}"):
@@ -189,17 +163,10 @@ def test_a_gpu_makes_the_same_pictures(augment):
 
 WAITS = {
     "item": lambda tensor: tensor[0].item(),
-    "tolist": lambda tensor: tensor.tolist(),
     "if": lambda tensor: 1 if (tensor > 0).any() else 2,
     "nonzero": lambda tensor: tensor.nonzero(),
-    "bools": lambda tensor: tensor[tensor > 0],
-    "bincount": lambda tensor: tensor.bincount(minlength=14),
-    "unique": lambda tensor: tensor.unique(),
-    "repeats": lambda tensor: tensor.repeat_interleave(tensor),
     "to the host": lambda tensor: tensor.cpu(),
-    "from the host": lambda tensor: torch.tensor([1, 2], device=tensor.device),
     "a number from the host": lambda tensor: torch.tensor(1.0, device=tensor.device),
-    "copied": lambda tensor: tensor.copy_(torch.ones(8, dtype=torch.int64)),
     "indices": lambda tensor: tensor[torch.tensor([0, 1])],
 }
 
@@ -219,9 +186,9 @@ def test_nothing_waits_for_the_device(augment, channels, dtype):
     batch = numbered(batch_of(64, channels))
     with waits.without_any(but_copies=True) as device:
         batch = on(device, batch)
-        inputs, _ = trained(preparation, batch)  # the first takes two constants to the device
+        trained(preparation, batch)  # the first takes two constants to the device
     with waits.without_any():
-        inputs, targets = trained(preparation, batch, inputs)
+        inputs, targets = trained(preparation, batch)
         preparation.evaluate(batch)
     assert {inputs.device.type, targets.device.type} == {"cuda"}
     assert inputs.shape == batch["images"].shape
@@ -231,11 +198,11 @@ def test_nothing_waits_for_the_device(augment, channels, dtype):
 @pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
 def test_nothing_waits_for_a_gpu(augment):
     preparation, batch = prepare(augment), on("cuda", numbered(batch_of(64)))
-    inputs, _ = trained(preparation, batch)
+    trained(preparation, batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trained(preparation, batch, inputs)
+        trained(preparation, batch)
         preparation.evaluate(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -258,15 +225,6 @@ def test_crop_and_flip_are_torchvisions(channels, height, width):
     for picture, image, top, left, flip in zip(pictures, batch["images"], tops, lefts, flips, strict=True):
         expected = TF.crop(TF.pad(image, [4]), top, left, height, width)
         assert torch.equal(picture, TF.hflip(expected) if flip else expected)
-
-
-def test_the_flip_has_its_probability():
-    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256).expand(4000, -1, -1, -1)
-    batch = {"images": images, "labels": torch.zeros(4000, dtype=torch.int64), "samples": torch.arange(4000)}
-    for probability in (0.2, 1.0):
-        inputs, _ = trained(prepare(AugmentRecipe(flip=probability), 1), batch)
-        flipped = (inputs[:, 0, 0, 0] > inputs[:, 0, 0, -1]).double().mean()
-        assert abs(flipped - probability) <= 4 * math.sqrt(probability * (1 - probability) / 4000)
 
 
 # --- RandAugment
@@ -319,14 +277,12 @@ def test_an_operation_does_what_torchvisions_does(operation, magnitude_bin, chan
 def test_every_image_gets_its_own_operation():
     images = smooth_images(56)
     operations, negative = torch.arange(56) * 5 % 14, torch.arange(56) % 3 == 0
-    kept = images.clone()
     changed = changed_by(images, operations, negative, magnitude=6.0)
     for place in range(56):
         row = slice(place, place + 1)
         single = list(OPERATIONS.values())[operations[place]](images[row], negative[row], 0.6)
         assert torch.equal(changed[row], single)
-    assert torch.equal(images, kept)
-    assert sum(torch.equal(one, two) for one, two in zip(changed, images, strict=True)) < 56 * 2 / 14 + 4
+    assert torch.equal(images, smooth_images(56))
 
 
 def test_an_image_without_grey_levels_is_left_as_it_is():
@@ -363,15 +319,6 @@ def test_erased_boxes_are_distributed_as_torchvisions(height, width):
         difference = moments(ours).mean(0) - moments(theirs).mean(0)
         deviation = ((moments(ours).var(0) + moments(theirs).var(0)) / 4000).sqrt()
         assert (difference.abs() < 4 * deviation).all()
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**40))
-@settings(deadline=None)
-def test_a_box_fits_into_any_image(height, width, first_sample):
-    mask = erased_mask(Draws(2, torch.arange(first_sample, first_sample + 20)), 1.0, height, width)
-    assert mask.shape == (20, 1, height, width)
-    assert not mask.flatten(1).all(1).any()
-    boxes_of(mask)
 
 
 def test_erasing_sets_to_zero_and_leaves_the_rest():

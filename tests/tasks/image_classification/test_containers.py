@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from packed import CLASSES, FORMATS, opened, pack, records, write_database, write_examples, write_folder
-from processes import read_lines, train
+from packed import CLASSES, FORMATS, check_same, opened, pack, records, write_database, write_examples, write_folder
 from sources import check_contract, check_workers_and_pickling, everything, fetched
 
 # The same samples
@@ -20,8 +19,8 @@ from sources import check_contract, check_workers_and_pickling, everything, fetc
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path], source: str) -> None:
     for expected, found in zip(
-        opened("imagefolder", pictures, crop=0.3).there.values(),
-        opened(source, packed[source], crop=0.3).there.values(),
+        opened("imagefolder", pictures, crop=0.3).values(),
+        opened(source, packed[source], crop=0.3).values(),
         strict=True,
     ):
         check_contract(found)
@@ -37,9 +36,9 @@ def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path]
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_readers_of_one_file_do_not_disturb_each_other(packed: dict[str, Path], source: str) -> None:
     data = opened(source, packed[source], test_split="train")
-    again = opened(source, packed[source]).train
-    expected, _ = everything(data.train)
-    for found in (data.test, again, pickle.loads(pickle.dumps(data.train)), data.train):
+    again = opened(source, packed[source])["train"]
+    expected, _ = everything(data["train"])
+    for found in (data["test"], again, pickle.loads(pickle.dumps(data["train"])), data["train"]):
         assert torch.equal(everything(found)[0], expected)
     del data
     check_workers_and_pickling(again)
@@ -47,19 +46,16 @@ def test_readers_of_one_file_do_not_disturb_each_other(packed: dict[str, Path], 
 
 @pytest.mark.parametrize("source", FORMATS)
 def test_a_file_that_was_replaced_is_read_anew(pictures: Path, tmp_path: Path, source: str) -> None:
-    old = opened(source, pack(pictures, tmp_path / "packed", source)).train
-    before, _ = everything(old)
+    before, _ = everything(opened(source, pack(pictures, tmp_path / "packed", source))["train"])
     shutil.rmtree(tmp_path / "packed")
     write_folder(tmp_path / "pictures", mode="L")
-    pack(tmp_path / "pictures", tmp_path / "packed", source)
-    expected = opened("imagefolder", tmp_path / "pictures").train
-    assert torch.equal(everything(opened(source, tmp_path / "packed").train)[0], everything(expected)[0])
-    assert not torch.equal(before, everything(expected)[0])
-    assert len(old) == 9
+    expected = opened("imagefolder", tmp_path / "pictures")
+    check_same(opened(source, pack(tmp_path / "pictures", tmp_path / "packed", source)), expected)
+    assert not torch.equal(before, everything(expected["train"])[0])
 
 
 def test_all_containers_of_the_same_pictures_have_one_fingerprint(packed: dict[str, Path]) -> None:
-    facts = [[split.fingerprint for split in opened(source, packed[source]).there.values()] for source in FORMATS]
+    facts = [[split.fingerprint for split in opened(source, packed[source]).values()] for source in FORMATS]
     assert facts.count(facts[0]) == 4
 
 
@@ -68,26 +64,9 @@ def test_gray_pictures_stay_gray_where_the_recipe_says_so(tmp_path: Path, source
     write_folder(tmp_path / "pictures", mode="L")
     pack(tmp_path / "pictures", tmp_path / "packed", source)
     for color, channels in (("auto", 3), ("gray", 1)):
-        expected, *_ = opened("imagefolder", tmp_path / "pictures", color=color)
-        found, *_ = opened(source, tmp_path / "packed", color=color)
-        assert found.channels == expected.channels == channels
-        assert torch.equal(everything(found)[0], everything(expected)[0])
-
-
-@pytest.mark.multiproc
-def test_training_is_the_same_over_every_container(pictures: Path, packed: dict[str, Path], tmp_path: Path) -> None:
-    recipe = (
-        *("--recipe", "imagefolder", "model.name=convnet", "model.channels=8,8", "data.image_size=16", "data.resize_size=null"),
-        *("data.test_split=test", "augment.resized_crop_min_area=0.3", "train.global_batch_size=6", "train.epochs=null"),
-        *("train.steps=4", "optim.warmup_epochs=null", "log.every_steps=1", "checkpoint.every_minutes=null"),
-    )
-    losses = {}
-    for source, path in {"imagefolder": pictures, **packed}.items():
-        run_dir = tmp_path / source
-        train("multi_gpu", run_dir, *recipe, f"data.source={source}", f"data.path={path}", processes=2).check()
-        losses[source] = [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
-    assert len(set(losses["imagefolder"])) == 4
-    assert all(values == losses["imagefolder"] for values in losses.values()), losses
+        found = opened(source, tmp_path / "packed", color=color)
+        assert found["train"].channels == channels
+        check_same(found, opened("imagefolder", tmp_path / "pictures", color=color))
 
 
 # Written by others, read by others
@@ -104,15 +83,11 @@ def test_shards_of_webdataset_are_read(pictures: Path, tmp_path: Path) -> None:
                 key = f"{split}/{label}.x/{number}"  # a dot in the folder is none of the extension
                 writer.write({"__key__": key, "jpg": content, "cls": label, "json": {"a": 1}})
     assert len(list(tmp_path.glob("*.tar"))) == len(list(tmp_path.glob("test/*.tar"))) == 3
-    names = ("train", "pets-train-{000000..000002}.tar", "*-train-*.tar")
-    for expected, found in zip(
-        [opened("imagefolder", pictures).train] * 3 + [opened("imagefolder", pictures).test],
-        [opened("webdataset", tmp_path, train_split=name).train for name in names] + [opened("webdataset", tmp_path).test],
-        strict=True,
-    ):
-        assert found.classes == ("0", "1", "2")
-        for one, other in zip(everything(expected), everything(found), strict=True):
-            assert torch.equal(one, other)
+    expected = opened("imagefolder", pictures)
+    for name in ("train", "*-train-*.tar"):
+        found = opened("webdataset", tmp_path, train_split=name)
+        assert found["train"].classes == ("0", "1", "2")
+        check_same(found, expected)
 
 
 def test_webdataset_reads_our_shards(pictures: Path, packed: dict[str, Path]) -> None:
@@ -138,11 +113,7 @@ def test_tfrecords_of_others_are_read(pictures: Path, tmp_path: Path, names: tup
         samples = list(records(pictures / split))
         for name, part in zip(names, (samples[:4], samples[4:]), strict=True):
             write_examples(tmp_path / name.replace("train", split), part, image=image, label=label)
-    for expected, found in zip(
-        opened("imagefolder", pictures).there.values(), opened("tfrecord", tmp_path).there.values(), strict=True
-    ):
-        for one, other in zip(everything(expected), everything(found), strict=True):
-            assert torch.equal(one, other)
+    check_same(opened("tfrecord", tmp_path), opened("imagefolder", pictures))
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW", "compressed"])
@@ -155,7 +126,7 @@ def test_hdf5_of_pixels_is_read(tmp_path: Path, layout: str) -> None:
         with h5py.File(tmp_path / f"{split}.hdf5", "w") as file:
             file.create_dataset("image", data=stored, compression="gzip" if layout == "compressed" else None)
             file.create_dataset("kind", data=np.array([[0], [2], [1], [0], [2]], np.int32))
-    train, *_ = opened("hdf5", tmp_path, image_size=None, label_column="kind")
+    train, *_ = opened("hdf5", tmp_path, image_size=None, label_column="kind").values()
     check_contract(train)
     images, labels = everything(train)
     assert torch.equal(images, torch.from_numpy(pixels[:, :1] if layout == "NHW" else pixels))
@@ -166,8 +137,4 @@ def test_hdf5_of_pixels_is_read(tmp_path: Path, layout: str) -> None:
 def test_lmdb_of_others_is_read(pictures: Path, tmp_path: Path) -> None:
     write_database(tmp_path / "train.lmdb", list(records(pictures / "train")))
     write_database(tmp_path / "test", list(records(pictures / "test")), subdir=False)
-    for expected, found in zip(
-        opened("imagefolder", pictures).there.values(), opened("lmdb", tmp_path).there.values(), strict=True
-    ):
-        for one, other in zip(everything(expected), everything(found), strict=True):
-            assert torch.equal(one, other)
+    check_same(opened("lmdb", tmp_path), opened("imagefolder", pictures))

@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from packed import write
 from PIL import Image
 from processes import train
 
@@ -62,22 +61,13 @@ def test_a_large_png_is_refused_by_name(folder: Path, tmp_path: Path, capsys: py
     assert "DecompressionBombWarning" not in trained.output
 
 
-@pytest.mark.parametrize("source", ["hdf5", "tfrecord"])
-def test_in_containers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
-    contents = [png(20, 24), png(12000, 8000)]
-    write(source, tmp_path, "train", ["ant"], [(content, 0) for content in contents])
-    assert main(["check", str(tmp_path), *KEYS, "--workers", "1"]) == DataError.exit_code
-    assert SAID in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("has_torchcodec", [False, True])
-def test_a_large_jpeg_is_decoded_at_half_its_sides(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_torchcodec: bool
+def test_a_large_jpeg_is_decoded_at_half_its_sides_by_pillow(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(content: bytes, **_: object) -> None:
         raise AssertionError("torchcodec must not decode it")
 
-    monkeypatch.setattr(decoding, "torchcodec", lambda: refuse if has_torchcodec else None)
+    monkeypatch.setattr(decoding, "torchcodec", lambda: refuse)
     (folder / "train/ant/large.jpg").write_bytes(jpeg_file(progressive=False))
     assert main(["inspect", str(folder), "--json", "--workers", "1"]) == 0
     facts = json.loads(capsys.readouterr().out)["train"]
@@ -85,24 +75,18 @@ def test_a_large_jpeg_is_decoded_at_half_its_sides(
     assert main(["pack", str(folder), "--to", "webdataset", "--out", str(tmp_path / "out"), "--max-side", "7000"]) == 0
     with tarfile.open(tmp_path / "out/train-000000.tar") as tar, Image.open(tar.extractfile("00000001.jpg")) as packed:
         assert packed.size == (10500, 7000)
-    out = tmp_path / "arrays"
-    assert main(["pack", str(folder), "--to", "arrays", "--out", str(out), "data.image_size=8", "--workers", "1"]) == 0
-
-
-def test_a_large_progressive_jpeg_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "train/ant/large.jpg").write_bytes(jpeg_file(progressive=True))
     assert main(["inspect", str(folder), "--workers", "1"]) == DataError.exit_code
     assert f"unreadable in train: {folder}/train/ant/large.jpg has {SAID}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("to", ["arrays", "webdataset"])
 def test_what_pillow_raises_where_a_file_is_only_looked_at_is_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ant", "bee"):
         (tmp_path / "train" / name).mkdir(parents=True)
         (tmp_path / "train" / name / "0.png").write_bytes(png(20, 24)[:20] + b"\0\0")  # no OSError in Pillow
     assert main(["inspect", str(tmp_path), "--workers", "1"]) == DataError.exit_code
     assert f"{tmp_path}/train/ant/0.png cannot be read as an image (" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"(sample 0|0\.png) cannot be read as an image \("):
-        main(["pack", str(tmp_path), "--to", to, "--out", str(tmp_path / "out"), "data.image_size=8", "--workers", "1"])
+    with pytest.raises(DataError, match=r"sample 0 cannot be read as an image \("):
+        main(["pack", str(tmp_path), "--to", "webdataset", "--out", str(tmp_path / "out"), "--workers", "1"])

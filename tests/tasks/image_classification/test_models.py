@@ -1,6 +1,5 @@
 """The networks: all names build and give [B, K], sizes that do not suit are refused, and the loss is that of torch."""
 
-import numpy as np
 import pytest
 import torch
 import torchvision
@@ -74,11 +73,6 @@ def test_convnet_takes_any_size_from_four_pixels_on():
         models.build(ModelRecipe(), channels=1, image_size=(3, 8), num_classes=7)
 
 
-def test_the_zoo_is_found():
-    assert len(ZOO) >= 80
-    assert {"resnet18", "vit_b_16", "swin_t", "squeezenet1_0"} <= set(ZOO)
-
-
 # Every family (but maxvit and vgg, which are slow) at the smallest size that it takes.
 REAL = {
     "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "googlenet": 32, "inception_v3": 75,
@@ -122,15 +116,13 @@ def test_real_outputs_and_randomness(name, side):
     assert torch.equal(first, other) == (not any(layer.p > 0 for layer in draws.layers))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "googlenet"])
-def test_three_channels(name):
-    assert build(name, channels=3, side=32).eval()(torch.randn(2, 3, 32, 32)).shape == (2, 7)
-
-
 def test_three_channels_leave_torchvisions_weights_untouched():
     model = build("resnet18")
+    state = torch.get_rng_state()
     torch.manual_seed(0)
     plain = torchvision.models.resnet18(num_classes=7)
+    assert torch.equal(torch.get_rng_state(), state), "checking the shapes draws nothing"
+    assert model.training
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
@@ -149,22 +141,9 @@ def test_another_number_of_channels_keeps_the_scale_of_the_first_layer(name):
 
 @pytest.mark.parametrize("name", ["convnet", "resnet18", "googlenet"])
 def test_weights_are_a_function_of_torchs_seed(name):
-    np.random.seed(1)  # noqa: NPY002 - the generator that some initializers of old used
-    one = build(name, channels=1, seed=3).state_dict()
-    np.random.seed(2)  # noqa: NPY002
-    again, other = build(name, channels=1, seed=3).state_dict(), build(name, channels=1, seed=4).state_dict()
+    one, again, other = (build(name, channels=1, seed=seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(one[key], again[key]) for key in one)
     assert any(not torch.equal(one[key], other[key]) for key in one)
-
-
-def test_checking_the_shapes_draws_nothing_and_counts_nothing():
-    model = build("resnet18")
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    torchvision.models.resnet18(num_classes=7)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.bn1.num_batches_tracked == 0
-    assert model.training
 
 
 def test_float64_starts_at_the_weights_of_float32():
@@ -179,25 +158,16 @@ def test_float64_starts_at_the_weights_of_float32():
 
 @pytest.mark.parametrize(
     ("name", "side", "reason"),
-    [
-        ("alexnet", 28, "Output size is too small"),
-        ("vit_b_16", 28, "indivisible by patch size"),
-        ("maxvit_t", 28, "not divisible by partition size"),
-        ("inception_v3", 32, "Kernel size can't be greater"),
-        ("convnext_tiny", 28, "Kernel size can't be greater"),
-        ("vgg11", 28, "Output size is too small"),
-    ],
+    [("alexnet", 28, "Output size is too small"), ("vit_b_16", 28, "indivisible by patch size")],
 )
 def test_a_size_that_does_not_suit(name, side, reason):
     with pytest.raises(RecipeError, match=f"model.name is {name}.*{side}x{side} pixels.*") as raised, init_empty_weights():
         build(name, side=side)
     assert reason in str(raised.value)
     assert "data.image_size" in str(raised.value)
-
-
-def test_vit_wants_squares():
-    with pytest.raises(RecipeError, match=r"32x48 pixels.*square"):
-        models.build(ModelRecipe(name="vit_b_16"), channels=3, image_size=(32, 48), num_classes=7)
+    if name == "vit_b_16":
+        with pytest.raises(RecipeError, match=r"32x48 pixels.*square"):
+            models.build(ModelRecipe(name=name), channels=3, image_size=(32, 48), num_classes=7)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -267,12 +237,9 @@ def test_own_layers_keep_names_weights_mode_and_sharing():
     assert not any(layer.training for layer in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("resnet20", "resnet"), ("vit_b16", "vit_b_16"), ("convnt", "convnet"), ("fcn_resnet50", "resnet50")]
-)
-def test_unknown_name(name, near):
-    with pytest.raises(RecipeError, match=f"model.name is '{name}': .* did you mean [^?]*{near}"):
-        build(name)
+def test_unknown_name():
+    with pytest.raises(RecipeError, match=r"model.name is 'vit_b16': .* did you mean [^?]*vit_b_16"):
+        build("vit_b16")
 
 
 def test_sync_batchnorm():

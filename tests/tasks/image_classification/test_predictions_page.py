@@ -22,24 +22,20 @@ def left(folder: Path, *, num_classes: int, samples_left_out: int = 0) -> Path:
     return folder
 
 
-def test_few_classes_are_a_table_and_many_a_picture(tmp_path: Path) -> None:
-    few = page.read(left(tmp_path / "few", num_classes=8))
+def test_the_confusion_matrix_is_drawn_if_all_of_it_is_known(tmp_path: Path) -> None:
+    few, many = (page.read(left(tmp_path / str(size), num_classes=size)) for size in (8, 30))
     assert few is not None
-    assert few.confusion is not None
-    assert few.confusion[6] == [(0, 0.0)] * 7 + [(3, 1.0)]
-    assert few.frequent_mistakes == [("c6", "c7", 3)]
-    assert few.picture is None
-    many = page.read(left(tmp_path / "many", num_classes=30))
     assert many is not None
-    assert many.confusion is None
-    assert many.picture is not None
-    assert many.told == "30 classes; 91 of 105 samples are on the diagonal."
-
-
-def test_a_matrix_of_which_not_all_is_known_is_not_drawn(tmp_path: Path) -> None:
-    found = page.read(left(tmp_path, num_classes=30, samples_left_out=5))
-    assert found is not None
-    assert (found.confusion, found.picture, len(found.frequent_mistakes)) == (None, None, 4)
+    assert few.frequent_mistakes == [("c6", "c7", 3)]
+    drawn = few.confusion
+    assert drawn is not None
+    assert [text.get_text() for text in drawn.axes[0].texts][6 * 8 :][:8] == ["0"] * 7 + ["3"]
+    assert many.confusion is not None
+    assert len(many.confusion.axes[0].texts) == 0
+    assert many.confusion_in_words == "30 classes; 91 of 105 samples are on the diagonal."
+    partly = page.read(left(tmp_path / "partly", num_classes=30, samples_left_out=5))
+    assert partly is not None
+    assert (partly.confusion, len(partly.frequent_mistakes)) == (None, 4)
 
 
 def test_the_page_has_the_picture(digits_run: Path, tmp_path: Path) -> None:

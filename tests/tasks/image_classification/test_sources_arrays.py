@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import check_contract, check_workers_and_pickling, damage, everything, fetched, recipe, write_mnist
+from sources import check_contract, damage, everything, fetched, recipe, write_mnist
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
@@ -25,7 +25,7 @@ from app.data import loader
 from app.data.order import EvalBatches
 from app.errors import DataError, RecipeError
 from app.recipe import recipe_file
-from app.tasks.image_classification.data.images import check_labels, fingerprint, spread
+from app.tasks.image_classification.data.images import fingerprint, spread
 from app.tasks.image_classification.data.open import OPEN, download_data, open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
@@ -35,20 +35,6 @@ REPOSITORY = Path(__file__).parents[3]
 # Digits
 
 
-def test_digits_are_the_first_1797_of_the_original_and_split_by_five() -> None:
-    train, *_, test = open_data(recipe("digits"))
-    assert (len(train), len(test)) == (1438, 359)
-    assert (train.channels, train.image_size, train.classes) == (1, (8, 8), tuple("0123456789"))
-    assert not train.workers
-    for source in (train, test):
-        check_contract(source)
-        images, _ = everything(source)
-        assert (int(images.min()), int(images.max())) == (0, 255)
-    # The first ten samples of the original are the digits 0 to 9; samples 4 and 9 are in the test split.
-    assert everything(train)[1][:8].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
-    assert everything(test)[1][:2].tolist() == [4, 9]
-
-
 def test_digits_are_those_of_scikit_learn() -> None:
     """The hash is of `sklearn.datasets.load_digits()`: its images, then its targets, as uint8."""
     with np.load(REPOSITORY / "app/tasks/image_classification/data/digits.npz") as file:
@@ -56,21 +42,18 @@ def test_digits_are_those_of_scikit_learn() -> None:
     original = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
     assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == original
     for source, rows in zip(
-        open_data(recipe("digits")).there.values(), (np.arange(1797) % 5 != 4, np.arange(1797) % 5 == 4), strict=True
+        open_data(recipe("digits")).values(), (np.arange(1797) % 5 != 4, np.arange(1797) % 5 == 4), strict=True
     ):
+        check_contract(source)
+        assert (source.channels, source.image_size, source.classes, source.workers) == (1, (8, 8), tuple("0123456789"), False)
         opened, opened_labels = everything(source)
         np.testing.assert_array_equal(opened[:, 0].numpy(), np.floor(images[rows] / 16 * 255))
         np.testing.assert_array_equal(opened_labels.numpy(), labels[rows])
 
 
-@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
-def test_digits_come_out_of_workers() -> None:
-    check_workers_and_pickling(open_data(recipe("digits")).test)
-
-
 @pytest.mark.parametrize("batch_size", [4, 500])
 def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
-    source = open_data(recipe_file.load("digits").recipe.sections).train
+    source = open_data(recipe_file.load("digits").recipe.sections)["train"]
     monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * (64 + 8))  # of shares of 2 samples, 6
     batches = list(EvalBatches(size=len(source), batch_size=batch_size))
     ranks = [list(loader.InProcess(source, batches, seed=None, data_rank=rank, data_ranks=2)) for rank in range(2)]
@@ -85,7 +68,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
 
 
 def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> None:
-    source = open_data(recipe_file.load("digits").recipe.sections).train
+    source = open_data(recipe_file.load("digits").recipe.sections)["train"]
     batches = list(EvalBatches(size=len(source), batch_size=500))
     fed = list(loader.build_loader(source, batches, seed=None, workers=1))
     assert len(fed) == len(batches)
@@ -97,23 +80,21 @@ def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> No
 
 
 def test_arrays_are_resized_once_as_torchvision_would() -> None:
-    stored, _ = everything(open_data(recipe("digits")).train)
-    resized, _ = everything(open_data(recipe("digits", image_size=12)).train)
+    stored, _ = everything(open_data(recipe("digits"))["train"])
+    resized, _ = everything(open_data(recipe("digits", image_size=12))["train"])
     assert torch.equal(resized, F.resize(stored, [12, 12], antialias=True))
-    cropped, _ = everything(open_data(recipe("digits", image_size=12, resize_size=15)).train)
+    cropped, _ = everything(open_data(recipe("digits", image_size=12, resize_size=15))["train"])
     assert torch.equal(cropped, F.center_crop(F.resize(stored, [15, 15], antialias=True), [12, 12]))
 
 
 def test_arrays_can_be_cropped_at_random() -> None:
     asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
-    train, *_, test = open_data(asked)
-    plain_train, _, plain_test = open_data(recipe("digits"))
-    assert train.workers
-    assert not test.workers
-    assert not torch.equal(everything(train)[0], everything(plain_train)[0])
-    assert torch.equal(everything(train)[1], everything(plain_train)[1])
-    assert torch.equal(everything(test)[0], everything(plain_test)[0])
-    assert train.fingerprint == plain_train.fingerprint
+    cropped, plain = open_data(asked), open_data(recipe("digits"))
+    assert [split.workers for split in cropped.values()] == [True, False]
+    are_equal = [torch.equal(everything(cropped[split])[0], everything(plain[split])[0]) for split in plain]
+    assert are_equal == [False, True]
+    assert torch.equal(everything(cropped["train"])[1], everything(plain["train"])[1])
+    assert cropped["train"].fingerprint == plain["train"].fingerprint
 
 
 # Downloads
@@ -132,7 +113,7 @@ def test_nothing_is_downloaded_unasked_or_twice(tmp_path: Path, monkeypatch: pyt
     download_data(recipe("digits", download=True))
 
 
-@pytest.mark.parametrize("source", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+@pytest.mark.parametrize("source", ["fashion_mnist", "cifar10"])
 def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
     with pytest.raises(
@@ -169,7 +150,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[datasets
 def test_cifar_equals_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> None:
     write_cifar(tmp_path, monkeypatch, kind)
     for path in (tmp_path, tmp_path / kind.base_folder):
-        for source, is_train in zip(open_data(recipe(name, path)).there.values(), (True, False), strict=True):
+        for source, is_train in zip(open_data(recipe(name, path)).values(), (True, False), strict=True):
             reference = kind(tmp_path, train=is_train)
             check_contract(source)
             images, labels = everything(source)
@@ -179,19 +160,16 @@ def test_cifar_equals_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.M
     download_data(recipe(name, tmp_path, download=True))
     monkeypatch.chdir(tmp_path)
     Path("data").symlink_to(".")  # the default folder
-    assert len(open_data(recipe(name)).train) == len(kind.train_list) * 6
+    assert len(open_data(recipe(name))["train"]) == len(kind.train_list) * 6
 
 
 def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"the folder \S+cifar-10-batches-py does not exist\. Unpack cifar-10-python\.tar\.gz .*data\.download=true",
-    ):
+    sentence = r"^data\.source=cifar10: \S+cifar-10-batches-py is missing or damaged\. Unpack cifar-10-python\.tar\.gz .*=true$"
+    with pytest.raises(DataError, match=sentence):
         open_data(recipe("cifar10", tmp_path))
     write_cifar(tmp_path, monkeypatch, datasets.CIFAR10)
     damage(tmp_path / "cifar-10-batches-py/data_batch_3", "truncated")
-    (tmp_path / "cifar-10-batches-py/test_batch").unlink()
-    with pytest.raises(DataError, match=r"data_batch_3, test_batch missing or damaged"):
+    with pytest.raises(DataError, match=sentence):
         open_data(recipe("cifar10", tmp_path))
 
 
@@ -200,7 +178,7 @@ def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_fake_data_equals_torchvisions() -> None:
     keys = {"image_size": 9, "fake_train_samples": 11, "fake_test_samples": 5, "fake_classes": 4, "fake_channels": 3}
-    train, *_, test = open_data(recipe("fakedata", **keys))
+    train, test = open_data(recipe("fakedata", **keys)).values()
     for source, offset in ((train, 0), (test, 11)):
         reference = datasets.FakeData(len(source), (3, 9, 9), 4, random_offset=offset)
         check_contract(source)
@@ -209,10 +187,6 @@ def test_fake_data_equals_torchvisions() -> None:
         assert labels.tolist() == [reference[index][1] for index in range(len(source))]
     assert train.workers
     assert train.fingerprint != test.fingerprint
-
-
-def test_fake_data_leaves_the_random_state_alone() -> None:
-    train, *_ = open_data(recipe("fakedata", image_size=4))
     before = torch.get_rng_state()
     train.fetch(np.arange(3), None)
     assert torch.equal(torch.get_rng_state(), before)
@@ -233,10 +207,6 @@ def test_all_keys_that_are_needed_are_named(source: str, needed: list[str]) -> N
         assert f"data.source={source} needs data.{key}: " in problem
 
 
-def test_every_kind_of_data_can_be_opened() -> None:
-    assert set(OPEN) == set(get_args(get_type_hints(DataRecipe)["source"]))
-
-
 @given(st.integers(1, 10_000), st.integers(1, 100))
 def test_spread_covers_both_ends_without_repeating(size: int, count: int) -> None:
     indices = spread(size, count)
@@ -250,13 +220,12 @@ def test_the_fingerprint_is_of_the_data_alone(tmp_path: Path) -> None:
     write_mnist(tmp_path / "here")
     write_mnist(tmp_path / "there", compress=True)
     here, there = (open_data(recipe("mnist", tmp_path / name)) for name in ("here", "there"))
-    assert [source.fingerprint for source in here.there.values()] == [source.fingerprint for source in there.there.values()]
-    assert open_data(recipe("mnist", tmp_path / "here", image_size=20)).train.fingerprint == here[0].fingerprint
-
-
-def test_the_fingerprint_stays_what_it_was() -> None:
-    """A run resumes only on data with the fingerprint it began with: changing how it is made breaks every saved run."""
-    assert open_data(recipe("digits")).train.fingerprint == "d118e20b4255d954ec0116139752093315cf7857423996f3c2aa254224574f39"
+    assert [source.fingerprint for source in here.values()] == [source.fingerprint for source in there.values()]
+    assert open_data(recipe("mnist", tmp_path / "here", image_size=20))["train"].fingerprint == here["train"].fingerprint
+    # A run resumes only on data with the fingerprint it began with: changing how it is made breaks every saved run.
+    assert (
+        open_data(recipe("digits"))["train"].fingerprint == "d118e20b4255d954ec0116139752093315cf7857423996f3c2aa254224574f39"
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,18 +242,9 @@ def test_the_fingerprint_sees_each_part(change) -> None:
     assert fingerprint(**change(parts)) != fingerprint(**parts)
 
 
-@given(st.lists(st.integers(-3, 12), min_size=1, max_size=50))
-def test_check_labels_finds_the_first_illegal_one(labels: list[int]) -> None:
-    illegal = [index for index, label in enumerate(labels) if not 0 <= label < 10]
-    if not illegal:
-        check_labels(np.array(labels), 10, where="here")
-        return
-    with pytest.raises(DataError, match=rf"^sample {illegal[0]} of here has label {labels[illegal[0]]}, .* 0\.\.9"):
-        check_labels(np.array(labels), 10, where="here")
-
-
 def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> None:
     guide = "\n".join((REPOSITORY / f"docs/{page}.md").read_text() for page in ("data", "containers", "data-tools"))
+    assert set(OPEN) == set(get_args(get_type_hints(DataRecipe)["source"]))
     for kind in OPEN:
         assert f"`{kind}`" in guide
     keys = re.findall(r"\b(data|augment)\.(\w+)", re.sub(r"\(?(?:docs/)?data\.md|app/data/", "", guide))

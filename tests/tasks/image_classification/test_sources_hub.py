@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import socket
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from app.tasks.image_classification.data.open import download_data, open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 datasets = pytest.importorskip("datasets", reason="reads what the datasets library opens")
-from datasets import Array2D, Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value  # noqa: E402
+from datasets import Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value  # noqa: E402
 
 NAMES = ["ant", "bee", "cat"]
 PICTURES = Features({"image": datasets.Image(), "label": ClassLabel(names=NAMES)})
@@ -81,15 +80,6 @@ def as_parquet(folder: Path) -> Path:
     return folder
 
 
-def as_arrow(folder: Path) -> Path:
-    folder.mkdir()
-    for name, size in (("train", 9), ("test", 4)):
-        pictures(size).save_to_disk(folder / name)
-        (folder / name / "data-00000-of-00001.arrow").rename(folder / f"{name}.arrow")
-        shutil.rmtree(folder / name)
-    return folder
-
-
 def as_pictures(folder: Path) -> Path:
     for name, size in (("train", 9), ("test", 4)):
         for index, row in enumerate(pictures(size)):
@@ -99,11 +89,11 @@ def as_pictures(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("write", [as_saved, as_parquet, as_arrow, as_pictures])
+@pytest.mark.parametrize("write", [as_saved, as_parquet, as_pictures])
 def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
     path = write(tmp_path / "rows")
     opened = open_data(recipe(path))
-    for source, name, size in zip(opened.there.values(), ("train", "test"), (9, 4), strict=True):
+    for source, name, size in zip(opened.values(), ("train", "test"), (9, 4), strict=True):
         rows = datasets.load_from_disk(path / name) if write is as_saved else datasets.load_dataset(str(path), split=name)
         check_contract(source)
         assert (len(source), source.channels, source.image_size, source.classes) == (size, 3, (6, 5), tuple(NAMES))
@@ -111,34 +101,29 @@ def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
         expected, expected_labels = reference(rows)
         assert torch.equal(images, expected)
         assert labels.tolist() == expected_labels
-    assert not opened[0].workers, "so little data is kept in memory"
+    assert not opened["train"].workers, "so little data is kept in memory"
 
 
 def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
     pictures(10).to_parquet(tmp_path / "all.parquet")
-    train, *_, test = open_data(recipe(tmp_path / "all.parquet", train_split="train[:70%]", test_split="train[70%:]"))
+    train, test = open_data(recipe(tmp_path / "all.parquet", train_split="train[:70%]", test_split="train[70%:]")).values()
     expected, _ = reference(pictures(10))
     assert torch.equal(torch.cat([everything(train)[0], everything(test)[0]]), expected)
     assert (len(train), len(test)) == (7, 3)
 
 
-def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_parquet(tmp_path / "rows")
-    monkeypatch.chdir(tmp_path)
-    assert len(open_data(recipe("rows")).train) == 9
-
-
-def test_other_names_of_splits_and_columns(tmp_path: Path) -> None:
+def test_other_names_of_splits_and_columns_and_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pictures(5).rename_columns({"image": "img", "label": "fine"})
     save(tmp_path / "rows", DatasetDict(learn=rows, check=rows))
+    monkeypatch.chdir(tmp_path)
     keys = {"train_split": "learn", "test_split": "check", "image_column": "img", "label_column": "fine"}
-    assert len(open_data(recipe(tmp_path / "rows", **keys)).train) == 5
+    assert len(open_data(recipe("rows", **keys))["train"]) == 5
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
     here, there = open_data(recipe(save(tmp_path / "a"))), open_data(recipe(as_parquet(tmp_path / "b")))
-    assert [source.fingerprint for source in here.there.values()] == [source.fingerprint for source in there.there.values()]
-    assert here.train.fingerprint != here.test.fingerprint
+    assert [source.fingerprint for source in here.values()] == [source.fingerprint for source in there.values()]
+    assert here["train"].fingerprint != here["test"].fingerprint
 
 
 # Kinds of pictures
@@ -146,11 +131,11 @@ def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
 
 def test_all_gray_pictures_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
     gray = pictures(7, shape=(6, 5))
-    train, *_ = open_data(recipe(save(tmp_path / "gray", DatasetDict(train=gray, test=gray))))
+    train = open_data(recipe(save(tmp_path / "gray", DatasetDict(train=gray, test=gray))))["train"]
     assert train.channels == 1
     assert torch.equal(everything(train)[0], reference(gray)[0])
     mixed = datasets.concatenate_datasets([gray, pictures(2)])
-    train, *_ = open_data(recipe(save(tmp_path / "mixed", DatasetDict(train=mixed, test=gray))))
+    train = open_data(recipe(save(tmp_path / "mixed", DatasetDict(train=mixed, test=gray))))["train"]
     assert train.channels == 3
     assert torch.equal(everything(train)[0][:7], reference(gray)[0].expand(-1, 3, -1, -1))
 
@@ -158,17 +143,15 @@ def test_all_gray_pictures_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("stored", "shape", "feature"),
     [
-        ("HW", (4, 6), Array2D((4, 6), "uint8")),
         ("HWC", (4, 6, 3), Array3D((4, 6, 3), "uint8")),
         ("CHW", (3, 4, 6), Array3D((3, 4, 6), "uint8")),
         ("HW", (4, 6), List(List(Value("int64")))),
-        ("HWC", (4, 6, 3), List(List(List(Value("uint8"))))),
     ],
 )
 def test_arrays_keep_their_channels(tmp_path: Path, stored: str, shape: tuple, feature: object) -> None:
     images = pixels(8, shape=shape)
     rows = table({"image": images, "label": [0, 1] * 4}, features=Features({"image": feature, "label": Value("int64")}))
-    train, *_ = open_data(recipe(save(tmp_path / "rows", rows)))
+    train = open_data(recipe(save(tmp_path / "rows", rows)))["train"]
     check_contract(train)
     expected = images[:, None] if stored == "HW" else np.moveaxis(images, stored.index("C") + 1, 1)
     np.testing.assert_array_equal(everything(train)[0].numpy(), expected)
@@ -176,21 +159,17 @@ def test_arrays_keep_their_channels(tmp_path: Path, stored: str, shape: tuple, f
 
 def test_encoded_bytes_are_pictures_too(tmp_path: Path) -> None:
     original = pictures(4)
-    encoded = []
-    for row in original:
-        file = io.BytesIO()
-        row["image"].save(file, "PNG")
-        encoded.append(file.getvalue())
+    encoded = [row["image"]["bytes"] for row in original.cast_column("image", datasets.Image(decode=False))]
     features = Features({"image": Value("binary"), "label": Value("int64")})
     rows = table({"image": encoded, "label": original["label"]}, features=features)
-    train, *_ = open_data(recipe(save(tmp_path / "rows", rows)))
+    train = open_data(recipe(save(tmp_path / "rows", rows)))["train"]
     assert torch.equal(everything(train)[0], reference(original)[0])
 
 
 def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
     rows = datasets.concatenate_datasets([pictures(3), pictures(2, shape=(9, 7, 3))])
     path = save(tmp_path / "rows", DatasetDict(train=rows, test=rows))
-    train, *_, test = open_data(recipe(path, image_size=8, crop=0.5))
+    train, test = open_data(recipe(path, image_size=8, crop=0.5)).values()
     assert train.workers
     assert not test.workers
     images, _ = everything(test)
@@ -205,9 +184,9 @@ def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "rows")
-    in_memory, *_ = open_data(recipe(path))
+    in_memory = open_data(recipe(path))["train"]
     monkeypatch.setattr(arrays, "DECODED_ONCE_BYTES", 9 * 6 * 5 * 3 - 1)
-    source, _, test = open_data(recipe(path))
+    source, test = open_data(recipe(path)).values()
     assert source.workers
     assert not test.workers
     assert source.fingerprint == in_memory.fingerprint
@@ -218,22 +197,18 @@ def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.Mo
 # Kinds of labels
 
 
-def test_strings_are_numbered_by_the_training_split(tmp_path: Path) -> None:
+def test_strings_are_numbered_by_the_training_split_and_integers_name_themselves(tmp_path: Path) -> None:
     rows = table({"image": list(pixels(4)), "label": ["b", "a", "c", "a"]}, {"image": list(pixels(2)), "label": ["c", "a"]})
-    train, *_, test = open_data(recipe(save(tmp_path / "rows", rows)))
+    train, test = open_data(recipe(save(tmp_path / "rows", rows))).values()
     assert train.classes == test.classes == ("a", "b", "c")
     assert everything(train)[1].tolist() == [1, 0, 2, 0]
     assert everything(test)[1].tolist() == [2, 0]
-
-
-def test_integers_name_themselves(tmp_path: Path) -> None:
     rows = table({"image": list(pixels(3)), "label": [0, 2, 1]})
-    assert open_data(recipe(save(tmp_path / "rows", rows))).train.classes == ("0", "1", "2")
+    assert open_data(recipe(save(tmp_path / "integers", rows)))["train"].classes == ("0", "1", "2")
 
 
 FOUR = list(pixels(4))
 WITH_FILES = Features({"image": datasets.Image(), "label": Value("int64")})
-SQUARES = Features({"image": Array2D((4, 4), "uint8"), "label": Value("int64")})
 NO_IMAGE = r"^sample 2 of the train split of \S+ has no image; remove it\. `samerun data check` lists"
 
 
@@ -252,25 +227,25 @@ def imaged(*images: object, features: Features | None = None) -> DatasetDict:
         (labeled(0, 1, 1, 0, test=[0, 1, 1, 2]), r"^sample 3 of the test split of \S+ has label 2, but labels .* in 0\.\.1"),
         (
             labeled(*"abaa", test=["a", "z", "a", "a"]),
-            r"^sample 1 of the test .* has label 'z', which .*; the labels are 'a', 'b'$",
+            r"^the test split of \S+ has the labels z, which no training sample has; the labels are a, b$",
         ),
         (labeled(0, None, 1, None), r"^sample 1 of the train split of \S+ has no label \(2 of 4 have none\)"),
         (labeled(0.5, 1, 1, 0), r"^data\.label_column=label: .* holds double in that column; labels must be"),
         (labeled(0, 1, 10**9, 0), r"^data\.label_column=label: .* holds 1000000000; labels must be 0 to"),
         (
             DatasetDict(train=pictures(3), test=pictures(3).cast_column("label", ClassLabel(names=["x", "y", "z"]))),
-            r"^data\.label_column=label: the train split .* \['ant', 'bee', 'cat'\], the test split .* \['x', 'y', 'z'\]",
+            r"^two splits have different classes: ant, bee, cat only in the train split .*; x, y, z only in the test split",
         ),
-        (table({"image": [], "label": []}, features=PICTURES), r"^data\.path=\S+: one of the splits train and test has no"),
+        (table({"image": [], "label": []}, features=PICTURES), r"^data\.path=.* cannot be opened: a split has no samples$"),
         (imaged("a"), r"^data\.image_column=image: .* holds string in that column, not images"),
         (imaged(*pixels(2), None), NO_IMAGE),
-        (imaged(*pixels(2, shape=(4, 4)), None, features=SQUARES), NO_IMAGE),
         (imaged(*pictures(2)["image"], None, features=WITH_FILES), NO_IMAGE),
-        (imaged([[1, 2], [3]]), r"^sample 0 of .* is an array with rows of different lengths; store"),
-        (imaged([[0.5, 2], [3, 4]]), r"^sample 0 of .* is an array of float\d+; store integers"),
-        (imaged([[1, 256], [3, 4]]), r"^sample 0 of .* has numbers in 1\.\.256; store integers"),
-        (imaged([1, 2, 3]), r"^sample 0 of .* has shape \(3,\); store \[H, W\]"),
-        (imaged(*pixels(1, shape=(5, 5, 2))), r"^sample 0 of .* has shape \(5, 5, 2\); store"),
+        (
+            imaged([[1, 2], [3]]),
+            r"^sample 0 of .* is an array of object \[2\]; store integers in 0\.\.255 \(uint8\) as \[H, W\]",
+        ),
+        (imaged([[1, 256], [3, 4]]), r"^sample 0 of .* is an array of int64 \[1, 2, 2\] with 1\.\.256; store"),
+        (imaged(*pixels(1, shape=(5, 5, 2))), r"^sample 0 of .* is an array of \w+ \[5, 5, 2\]; store"),
         (
             table({"image": FOUR, "label": [0] * 4}, {"image": list(pixels(2, shape=(6, 5))), "label": [0, 0]}),
             r"^sample 0 of the test split of .* 5x6 pixels with 1 channel\(s\), .* store all images",
@@ -292,21 +267,9 @@ def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
     named = rf"^{path}/train/ant/3\.png \(sample 1 of the train split of {path}\) cannot be read as an image"
     with pytest.raises(DataError, match=named):
         open_data(recipe(path))
-    train, *_ = open_data(recipe(path, image_size=6, crop=0.5))
+    train = open_data(recipe(path, image_size=6, crop=0.5))["train"]
     with pytest.raises(DataError, match=named):
         everything(train)
-
-
-def test_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:
-    path = as_pictures(tmp_path / "rows")
-    open_data(recipe(path))
-    (tmp_path / "elsewhere").mkdir()
-    for file in (tmp_path / "cache").rglob("*.arrow"):  # they hold the pictures' paths
-        shutil.copy(file, tmp_path / "elsewhere" / f"{file.stem.split('-')[1]}.arrow")
-    (path / "train/bee/4.png").unlink()
-    text = rf"^{path}/train/bee/4\.png \(sample 4 of the train split of .*elsewhere\) cannot be read"
-    with pytest.raises(DataError, match=text):
-        open_data(recipe(tmp_path / "elsewhere"))
 
 
 def with_configurations(folder: Path) -> Path:
@@ -319,18 +282,6 @@ def with_configurations(folder: Path) -> Path:
             pictures(size).to_parquet(folder / f"{config}-{split}.parquet")
             lines.append(f"  - split: {split}\n    path: {config}-{split}.parquet")
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
-    return folder
-
-
-def as_broken(folder: Path) -> Path:
-    folder.mkdir()
-    for name in ("train", "test"):
-        (folder / f"{name}.parquet").write_bytes(b"PAR1 nonsense")
-    return folder
-
-
-def as_empty(folder: Path) -> Path:
-    folder.mkdir()
     return folder
 
 
@@ -366,16 +317,12 @@ def as_empty_split(folder: Path) -> Path:
             r"data\.test_split=val cannot be opened: Unknown split .val.\. Should be one of \['train', 'test'\]",
         ),
         (as_single, {}, r"rows is a Dataset without splits; save a DatasetDict with a split train$"),
-        (as_empty, {}, r"rows cannot be opened: The directory at \S+rows doesn't contain any data files"),
-        (as_broken, {}, r"rows cannot be opened: .*Parquet magic bytes not found"),
         (as_text, {}, r"rows\.txt is a file of an unknown kind; use \.parquet, \.arrow, or a folder"),
-        (lambda folder: folder / "no/such", {}, r"no/such cannot be opened: Couldn't find any data file"),
         (as_empty_split, {}, r"rows cannot be opened: Instruction .test. corresponds to no data"),
         (with_configurations, {}, r"Config name is missing|pick one among"),
         (with_configurations, {"hub_config": "huge"}, r"'huge' not found"),
-        (as_saved, {"hub_config": "large"}, r"is a folder that save_to_disk wrote, which has no configurations; remove"),
-        (as_file, {"hub_config": "large"}, r"is a file, which has no configurations; remove data.hub_config"),
-        (as_saved, {"hub_revision": "a" * 40}, r"is a local path, and only data sets on the hub have revisions; remove"),
+        (as_file, {"hub_config": "large"}, r"^data\.hub_config=large: \S+ is a local path, which has none; remove this$"),
+        (as_saved, {"hub_revision": "a" * 40}, r"^data\.hub_revision=a{40}: \S+ is a local path, which has none"),
     ],
 )
 def test_what_cannot_be_opened_is_one_sentence(tmp_path: Path, write, keys: dict, text: str) -> None:
@@ -387,12 +334,13 @@ def test_what_cannot_be_opened_is_one_sentence(tmp_path: Path, write, keys: dict
 # The hub
 
 
-@pytest.mark.parametrize("name", ["mnist", "someone/something"])
-def test_an_unknown_name_is_one_sentence_without_the_network(name: str) -> None:
+def test_an_unknown_name_is_one_sentence_without_the_network() -> None:
     before = (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity())
-    expected = rf"^data\.path={name} is not a file or folder here, nor a data set in the cache .* download it from the hub$"
+    expected = (
+        r"^data\.path=someone/something is not a file or folder here, nor a data set in the cache .* download it from the hub$"
+    )
     with pytest.raises(DataError, match=expected):
-        open_data(recipe(name))
+        open_data(recipe("someone/something"))
     assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
 
 
@@ -400,7 +348,7 @@ def test_what_was_downloaded_before_is_opened_without_the_network(tmp_path: Path
     path = as_parquet(tmp_path / "something")
     datasets.load_dataset(str(path))
     (tmp_path / "cache/something").rename(tmp_path / "cache/someone___something")  # where the hub's someone/something goes
-    train, *_ = open_data(recipe("someone/something"))
+    train = open_data(recipe("someone/something"))["train"]
     assert torch.equal(everything(train)[0], reference(pictures(9))[0])
     assert capfd.readouterr().err == ""
 
@@ -416,13 +364,6 @@ def in_the_cache(folder: Path, commit: str, *, config: str | None = None) -> Non
     made.rename(target)
 
 
-def test_a_configuration_is_chosen(tmp_path: Path) -> None:
-    path = with_configurations(tmp_path / "rows")
-    large, small = (open_data(recipe(path, hub_config=config)).train for config in ("large", "small"))
-    assert (len(large), len(small)) == (9, 4)
-    assert torch.equal(everything(small)[0], reference(pictures(4))[0])
-
-
 def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path: Path) -> None:
     older, newer, unknown = ("a" * 40, "b" * 40, "c" * 40)
     for size, commit in ((9, older), (4, newer)):
@@ -431,7 +372,7 @@ def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path:
         for split in ("train", "test"):
             pictures(size).to_parquet(folder / f"{split}.parquet")
         in_the_cache(folder, commit)
-    sizes = {commit: len(open_data(recipe("someone/Something", hub_revision=commit)).train) for commit in (older, newer)}
+    sizes = {commit: len(open_data(recipe("someone/Something", hub_revision=commit))["train"]) for commit in (older, newer)}
     assert sizes == {older: 9, newer: 4}
     expected = rf"hub_revision={unknown} is not in the cache .* set data\.download=true$"
     with pytest.raises(DataError, match=expected):
@@ -440,9 +381,10 @@ def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path:
 
 def test_a_revision_of_several_configurations(tmp_path: Path) -> None:
     path, commit = with_configurations(tmp_path / "something"), "a" * 40
+    assert [len(open_data(recipe(path, hub_config=config))["train"]) for config in ("large", "small")] == [9, 4]
     for config in ("large", "small"):
         in_the_cache(path, commit, config=config)
-    assert len(open_data(recipe("someone/something", hub_revision=commit, hub_config="small")).test) == 4
+    assert len(open_data(recipe("someone/something", hub_revision=commit, hub_config="small"))["test"]) == 4
     with pytest.raises(DataError, match=r"has several configurations: set data\.hub_config to one of large, small$"):
         open_data(recipe("someone/something", hub_revision=commit))
     with pytest.raises(DataError, match=r"data\.hub_config=huge is not in the cache"):
@@ -454,10 +396,12 @@ def test_configuration_and_revision_are_in_the_fingerprint(tmp_path: Path) -> No
     in_the_cache(folder, first)
     shutil.copytree(tmp_path / f"cache/someone___something/default/0.0.0/{first}",
                     tmp_path / f"cache/someone___something/default/0.0.0/{second}")  # fmt: skip
-    plain, one, other = (open_data(recipe("someone/something", hub_revision=commit)).train for commit in (None, first, second))
-    named = open_data(recipe("someone/something", hub_config="default")).train
+    plain, one, other = (
+        open_data(recipe("someone/something", hub_revision=commit))["train"] for commit in (None, first, second)
+    )
+    named = open_data(recipe("someone/something", hub_config="default"))["train"]
     assert len({plain.fingerprint, one.fingerprint, other.fingerprint, named.fingerprint}) == 4
-    assert plain.fingerprint == open_data(recipe(folder)).train.fingerprint
+    assert plain.fingerprint == open_data(recipe(folder))["train"].fingerprint
 
 
 def test_a_configuration_is_for_the_hub_alone() -> None:
@@ -467,15 +411,12 @@ def test_a_configuration_is_for_the_hub_alone() -> None:
     assert 'data.hub_revision is "main": it must be a commit, all 40 hexadecimal digits' in problem
 
 
-def test_a_download_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_names_both_and_what_is_here_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setenv("https_proxy", "http://localhost:1")  # through which the hub may be reached
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: asked.append((*args, keys["revision"])))
     commit = "a" * 40
     download_data(recipe("allenai/c4", hub_config="en", hub_revision=commit, download=True))
-    assert asked == [("allenai/c4", "en", commit)]
-
-
-def test_nothing_is_downloaded_that_is_here_or_unasked(tmp_path: Path) -> None:
     download_data(recipe(save(tmp_path / "rows"), download=True))
     download_data(recipe("someone/something"))
+    assert asked == [("allenai/c4", "en", commit)]

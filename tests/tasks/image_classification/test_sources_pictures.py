@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import check_contract, check_workers_and_pickling, everything, fetched
+from sources import check_contract, everything, fetched
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
@@ -20,10 +21,12 @@ from app.data.draws import SampleDraws
 from app.errors import DataError
 from app.tasks.image_classification.data import decoding
 from app.tasks.image_classification.data.decoding import RATIOS, Framing, crop_box, decode
-from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.folders import images_below
+from app.tasks.image_classification.data.open import notes_on, open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification
 
+NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
 SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
 
 
@@ -44,7 +47,7 @@ def write_folder(
                 picture(*size, seed=10 * number + index + len(split)).save(file, quality=90)
 
 
-def recipe(path: Path | None, *, crop: float | None = None, seed: int = 0, **keys) -> Sections:
+def recipe(path: Path | None, *, crop: float | None = None, **keys) -> Sections:
     keys = {"image_size": 24, **keys}
     data = DataRecipe(source="imagefolder", path=None if path is None else str(path), **keys)
     return Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
@@ -62,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("resize_size", [None, 29])
 def test_pictures_are_those_of_torchvision(folder: Path, resize_size: int | None) -> None:
-    for source, split in zip(open_data(recipe(folder, resize_size=resize_size)).there.values(), ("train", "test"), strict=True):
+    for source, split in zip(open_data(recipe(folder, resize_size=resize_size)).values(), ("train", "test"), strict=True):
         reference = ImageFolder(str(folder / split))
         check_contract(source)
         assert source.workers
@@ -91,24 +94,19 @@ def test_every_8_bit_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
     assert torch.equal(decode(path.read_bytes(), channels=3, name="it"), expected)
 
 
-def test_a_palette_with_transparency_gives_no_warning(tmp_path: Path) -> None:
-    picture(20, 10, seed=1).convert("P").save(tmp_path / "it.png", transparency=bytes(range(256)))
-    assert decode((tmp_path / "it.png").read_bytes(), channels=3, name="it").shape == (3, 10, 20)
+def test_what_is_not_decoded_to_rgb(tmp_path: Path) -> None:
+    def content(image: Image.Image, **options: object) -> bytes:
+        image.save(tmp_path / "it.png", **options)
+        return (tmp_path / "it.png").read_bytes()
 
-
-def test_grayscale_can_stay_grayscale(tmp_path: Path) -> None:
+    with_palette = content(picture(20, 10, seed=1).convert("P"), transparency=bytes(range(256)))
+    assert decode(with_palette, channels=3, name="it").shape == (3, 10, 20)  # without a warning
     gray = picture(20, 10, seed=1, mode="L")
-    gray.save(tmp_path / "it.png")
-    assert torch.equal(decode((tmp_path / "it.png").read_bytes(), channels=1, name="it"), F.pil_to_tensor(gray))
-    picture(20, 10, seed=1).save(tmp_path / "colour.png")
-    with pytest.raises(DataError, match=r"^this one is in color \(mode RGB\) in a grayscale data set"):
-        decode((tmp_path / "colour.png").read_bytes(), channels=1, name="this one")
-
-
-def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
-    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(DataError, match=r"^deep\.png has more than 8 bits per channel \(mode I;16\)"):
-        decode((tmp_path / "deep.png").read_bytes(), channels=3, name="deep.png")
+    assert torch.equal(decode(content(gray), channels=1, name="it"), F.pil_to_tensor(gray))
+    with pytest.raises(DataError, match=r"^it is in color \(mode RGB\) in a grayscale data set"):
+        decode(content(picture(20, 10, seed=1)), channels=1, name="it")
+    with pytest.raises(DataError, match=r"^it has more than 8 bits per channel \(mode I;16\)"):
+        decode(content(Image.fromarray(np.full((4, 4), 40_000, np.uint16))), channels=3, name="it")
 
 
 @given(st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM"]), st.data())
@@ -170,7 +168,7 @@ def test_the_random_crop_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
-    train, *_ = open_data(recipe(folder, crop=0.1, seed=5))
+    train = open_data(recipe(folder, crop=0.1))["train"]
     reference = ImageFolder(str(folder / "train"))
     indices, samples = np.arange(12), np.arange(12) + 3 * 12
     images, _ = fetched(train, indices, samples, seed=5)
@@ -182,7 +180,7 @@ def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
 
 
 def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(folder: Path) -> None:
-    train, *_, test = open_data(recipe(folder, crop=0.1))
+    train, test = open_data(recipe(folder, crop=0.1)).values()
     indices = np.arange(12)
     first_epoch, _ = fetched(train, indices)
     shuffled = np.random.default_rng(0).permutation(12)
@@ -191,19 +189,7 @@ def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(folder: Path) ->
     assert not torch.equal(fetched(train, indices, indices + 12)[0], first_epoch)
     assert not torch.equal(fetched(train, indices, seed=1)[0], first_epoch)
     assert torch.equal(fetched(test, indices)[0], fetched(test, indices, indices + 12)[0])
-
-
-def test_without_draws_the_crop_is_the_centre(folder: Path) -> None:
-    cropped, plain = open_data(recipe(folder, crop=0.1)).train, open_data(recipe(folder)).train
-    fields, expected = cropped.fetch(np.arange(12), None), plain.fetch(np.arange(12), None)
-    assert list(fields) == ["images", "labels"]
-    assert all(torch.equal(fields[name], expected[name]) for name in fields)
-    assert not torch.equal(fields["images"], everything(cropped)[0])
-
-
-@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
-def test_workers_crop_like_this_process(folder: Path) -> None:
-    check_workers_and_pickling(open_data(recipe(folder, crop=0.3)).train)
+    assert torch.equal(train.fetch(indices, None)["images"], everything(open_data(recipe(folder))["train"])[0])  # the centers
 
 
 # The folder
@@ -211,7 +197,7 @@ def test_workers_crop_like_this_process(folder: Path) -> None:
 
 def test_the_fingerprint_is_of_names_labels_and_contents(tmp_path: Path) -> None:
     def fingerprint(root: Path) -> str:
-        return open_data(recipe(root)).train.fingerprint
+        return open_data(recipe(root))["train"].fingerprint
 
     for name in ("here", "there"):
         write_folder(tmp_path / name)
@@ -224,15 +210,34 @@ def test_the_fingerprint_is_of_names_labels_and_contents(tmp_path: Path) -> None
     assert len({renamed, fingerprint(tmp_path / "here"), fingerprint(tmp_path / "there")}) == 3
 
 
-def test_a_split_may_have_any_name_and_be_missing(tmp_path: Path) -> None:
-    write_folder(tmp_path, splits=("train",))
-    assert set(open_data(recipe(tmp_path)).there) == {"train"}
-    assert len(open_data(recipe(tmp_path, test_split="train")).test) == 12
+def test_a_split_may_be_missing_and_a_training_needs_its_own(tmp_path: Path) -> None:
+    write_folder(tmp_path, splits=("test",))
+    opened = open_data(recipe(tmp_path))
+    assert (set(opened), len(opened["test"])) == ({"test"}, 12)
+    assert len(open_data(recipe(tmp_path, train_split="test"))["train"]) == 12
+    task = ImageClassification(recipe(tmp_path))
+    assert len(task.samples("test")) == 12
+    with pytest.raises(DataError, match=rf"^data\.path={tmp_path} has no split data\.train_split=train: correct"):
+        task.samples("train")
 
 
-def with_a_file(root: Path) -> None:
-    write_folder(root, splits=("train",))
-    (root / "test").write_text("a file")
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(NAMES, max_size=2), NAMES), max_size=12))
+def test_the_files_are_those_of_imagefolder(
+    tmp_path_factory: pytest.TempPathFactory, tree: list[tuple[str, list[str], str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("tree")
+    for name in "ab":
+        (folder / name).mkdir()
+    for top, between, name in tree:
+        place = folder.joinpath(top, *(f"{part}.d" for part in between))
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.JPG").touch()
+        (place / f"{name}.txt").touch()
+    expected = [(os.path.relpath(path, folder), label) for path, label in ImageFolder(str(folder), allow_empty=True).samples]
+    files, labels, _ = images_below(folder, "ab")
+    assert list(zip(map(os.fsdecode, files.tolist()), labels.tolist(), strict=True)) == [
+        (path, label) for path, label in expected if not any(part.startswith(".") for part in Path(path).parts)
+    ]
 
 
 def without_classes(root: Path) -> None:
@@ -264,10 +269,13 @@ def with_a_link_to_nowhere(root: Path) -> None:
     [
         (Path.exists, {}, r"{}/train cannot be read \(No such file or directory\); .* data\.train_split"),
         (write_folder, {"test_split": "nope"}, r"{}/nope cannot be read .* data\.test_split is its name"),
-        (with_a_file, {}, r"{}/test cannot be read \(Not a directory\)"),
         (without_classes, {}, r"{}/test contains no class folders"),
-        (of_other_classes, {}, r"ant, cat only in {0}/train; cow, dog only in {0}/test\. Both need"),
-        (with_an_empty_class, {}, r"{}/train: there are no images in the class folder\(s\) dog"),
+        (of_other_classes, {}, r"ant, cat only in {0}/train; cow, dog only in {0}/test; give"),
+        (
+            with_an_empty_class,
+            {},
+            r"{0}/train: there are no images in the class folder\(s\) dog; {0}/train: 1 file .* \(\.txt\), such as dog/n.*; ad",
+        ),
         (with_a_link_to_nowhere, {}, r"{}/train/ant/0\.jpg cannot be read \(No such file or directory\); repair or remove"),
     ],
 )
@@ -277,55 +285,27 @@ def test_what_is_wrong_with_a_folder_is_named(tmp_path: Path, write, keys: dict,
         open_data(recipe(tmp_path, **keys))
 
 
-def test_a_folder_with_a_test_split_alone_is_one_to_score_and_not_to_train_on(tmp_path: Path) -> None:
-    write_folder(tmp_path, splits=("test",))
-    opened = open_data(recipe(tmp_path))
-    assert (set(opened.there), len(opened.test)) == ({"test"}, 12)
-    task = ImageClassification(recipe(tmp_path))
-    assert len(task.samples("test")) == 12
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train cannot be read .* data\.train_split is its name$"):
-        task.samples("train")
-
-
-@pytest.mark.parametrize("kind", ["truncated", "text", "gone"])
-def test_an_unreadable_picture_is_named_when_it_is_fetched(tmp_path: Path, kind: str) -> None:
-    write_folder(tmp_path)
-    path = tmp_path / "train/bee/0.jpg"
-    train, *_ = open_data(recipe(tmp_path))
-    if kind == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:200] if kind == "truncated" else b"<html>not found")
-    train.fetch(np.arange(4), None)
-    with pytest.raises(DataError, match=rf"^{path} cannot be read (as an image )?\(.+\); (replace|repair) or remove it$"):
-        train.fetch(np.arange(12), None)
-
-
 def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").rename(tmp_path / "train/ant" / "0 \u00e9\udcff.jpg")
-    train, *_ = open_data(recipe(tmp_path))
-    assert everything(train)[0].shape == (12, 3, 24, 24)
+    assert everything(open_data(recipe(tmp_path))["train"])[0].shape == (12, 3, 24, 24)
 
 
 @pytest.mark.skipif(decoding.torchcodec() is None, reason="needs torchcodec, of the extra jpeg")
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1, "quality": 30}])
+@pytest.mark.parametrize(
+    ("mode", "options"), [("RGB", {"progressive": True}), ("L", {}), ("CMYK", {}), ("RGB", {"subsampling": 1, "quality": 30})]
+)
 def test_jpeg_files_are_the_same_pixels_with_and_without_torchcodec(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, options: dict
+    monkeypatch: pytest.MonkeyPatch, mode: str, options: dict
 ) -> None:
-    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (7, 9, 3)).astype(np.uint8))
-    file = tmp_path / "picture.jpg"
-    small.resize((83, 59), Image.Resampling.BICUBIC).convert(mode).save(file, "JPEG", **options)
-    asked = []
-    decoder = decoding.torchcodec()
+    file, asked, decoder = io.BytesIO(), [], decoding.torchcodec()
+    picture(83, 59, seed=0, mode=mode).save(file, "JPEG", **options)
     monkeypatch.setattr(decoding, "torchcodec", lambda: lambda *args, **keys: asked.append(1) or decoder(*args, **keys))
-    for channels in (3, 1) if mode == "L" else (3,):
-        sooner = decode(file.read_bytes(), channels=channels, name="x")
-        with monkeypatch.context() as without:
-            without.setattr(decoding, "torchcodec", lambda: None)
-            assert torch.equal(decode(file.read_bytes(), channels=channels, name="x"), sooner)
+    channels = 1 if mode == "L" else 3
+    decoded = decode(file.getvalue(), channels=channels, name="x")
     assert bool(asked) == (mode != "CMYK")
+    monkeypatch.setattr(decoding, "torchcodec", lambda: None)
+    assert torch.equal(decode(file.getvalue(), channels=channels, name="x"), decoded)
 
 
 def test_a_jpeg_that_was_cut_is_refused_with_and_without_torchcodec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,3 +316,17 @@ def test_a_jpeg_that_was_cut_is_refused_with_and_without_torchcodec(tmp_path: Pa
         monkeypatch.setattr(decoding, "torchcodec", lambda decoder=decoder: decoder)
         with pytest.raises(DataError, match=r"picture\.jpg cannot be read as an image \(OSError: .*truncated"):
             decode(file.read_bytes(), channels=3, name=str(file))
+
+
+@pytest.mark.parametrize(
+    ("first", "note"), [(0, None), (100, "100 of the 103 classes have no training samples (0, 1, 2, 3, 4 and 95 more")]
+)
+def test_labels_that_are_numbers_with_a_gap_are_noted(tmp_path: Path, first: int, note: str | None) -> None:
+    from datasets import Dataset  # here, so that a Python without it collects the other tests
+
+    image = np.zeros((8, 8), np.uint8)
+    rows = Dataset.from_dict({"image": [image] * 6, "label": [first, first + 1, first + 2] * 2})
+    rows.to_parquet(tmp_path / "rows.parquet")
+    data = DataRecipe(source="huggingface", path=str(tmp_path / "rows.parquet"), test_split="train")
+    notes = notes_on(open_data(Sections(data=data)))
+    assert notes == [] if note is None else notes[0].startswith(note)

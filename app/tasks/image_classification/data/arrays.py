@@ -6,12 +6,12 @@
     labels.npy    int64 [N]
     split.json    the names of the classes, and the fingerprint of both arrays
 
-It is written under a temporary name, brought to the disk and renamed: what has its name is whole. Opened, the files are
-mapped: the system reads what is looked at, once for all processes, and takes the memory back when it needs it.
+Opened, the files are mapped: the system reads what is looked at, once for all processes, and takes the memory back when it
+needs it.
 
-Unpacked, decoded or resized splits are made once on a machine and then shared, below $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or
-~/.cache/samerun. Each is named by a hash of what it was made of: of other files, or of files that changed, another one is made.
-One process makes it while the others of the node wait. Nothing is removed: `rm -r` any of it at any time, it is made again.
+Unpacked, decoded or resized splits are made once on a machine and then shared, as are the indexes of shards: below
+$SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun. Each is named by a hash of what it was made of: of other files, or
+of files that changed, another one is made. Nothing is removed: `rm -r` any of it at any time, it is made again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -37,8 +37,17 @@ from app.files import other_libraries
 from app.files.atomic_files import made_whole, remove_remains, sync
 from app.files.lines import parsed
 from app.tasks.image_classification.data.decoding import Framing, reading
-from app.tasks.image_classification.data.images import Data, Images, Stored, check_labels, fingerprint
-from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
+from app.tasks.image_classification.data.images import (
+    Data,
+    Images,
+    NoSplitError,
+    StoredImage,
+    check_labels,
+    data_path,
+    each_split,
+    fingerprint,
+    same_classes,
+)
 from app.tasks.image_classification.sections import Sections
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
@@ -51,35 +60,23 @@ SMALL_BYTES = 8 << 20
 DECODED_ONCE_BYTES = 256 << 20
 """A split whose images take at most this many bytes is decoded once on a machine and kept: MNIST and CIFAR are (47 and 154 MB;
 it takes some seconds), ImageNet is not."""
-READ_CHUNK = 1000
-"""Most rows read in one go: the `datasets` library takes 5 us a row of numbers that way, and 250 one by one."""
 
 
 class Mapped:
-    """An array, in memory or mapped from a file; pickled, a mapped one is the place in the file, not its content."""
+    """An array, in memory or mapped from an .npy file; pickled, a mapped one is its path, not its content."""
 
-    def __init__(self, array: np.ndarray, place: tuple[Path, int] | None = None) -> None:
+    def __init__(self, array: np.ndarray, path: Path | None = None) -> None:
         self.array = array
-        self.place = place
-
-    @classmethod
-    def of_file(cls, path: Path, offset_bytes: int, shape: tuple[int, ...], kind: Any = np.uint8) -> Mapped:
-        """Return the array that a file holds from `offset_bytes` on; the file must be long enough."""
-        if 0 in shape:  # of which there is nothing to map
-            return cls(np.empty(shape, kind))
-        # A plain view: NumPy's memmap runs Python code at each look-up, for some microseconds.
-        return cls(np.asarray(np.memmap(path, kind, mode="r", offset=offset_bytes, shape=shape)), (path, offset_bytes))
+        self.path = path
 
     @classmethod
     def of_npy(cls, path: Path) -> Mapped:
         """Return the array in an .npy file. Raises as `numpy.load`."""
-        array = other_libraries.array(path)
-        return cls.of_file(path, array.offset, array.shape, array.dtype)
+        # A plain view: NumPy's memmap runs Python code at each look-up, for some microseconds.
+        return cls(np.asarray(other_libraries.array(path)), path)
 
     def __reduce__(self) -> tuple[Callable[..., Mapped], tuple[Any, ...]]:
-        if self.place is None:
-            return Mapped, (self.array,)
-        return Mapped.of_file, (*self.place, self.array.shape, self.array.dtype)
+        return (Mapped, (self.array,)) if self.path is None else (Mapped.of_npy, (self.path,))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -132,42 +129,30 @@ def in_array(pixels: Mapped, labels: np.ndarray, classes: Sequence[str], where: 
     )
 
 
-def _read(pixels: Mapped, indices: Sequence[int]) -> Iterator[Stored]:
+def _read(pixels: Mapped, indices: Sequence[int]) -> Iterator[StoredImage]:
     for index in indices:
-        yield Stored(torch.from_numpy(pixels.array[index].copy()), f"sample {index}")
+        yield StoredImage(torch.from_numpy(pixels.array[index].copy()), f"sample {index}")
 
 
 def framed(images: ArrayImages, *, recipe: Sections, training: bool, made_of: Sequence[object]) -> Images:
-    """Return a split as the recipe asks for it, its labels checked; `made_of` tells it from any other (`keep`).
+    """Return a split as the recipe asks for it, its labels checked; `made_of` tells it from any other (`decoded_once`).
 
-    With `data.image_size` (and another size stored) the images are resized, once for all processes of the machine, and
-    cropped at the center: bilinear with antialiasing. Only where the recipe asks for random resized crops are they cropped
-    when they are fetched. Raises DataError if a label is not that of a class, or there are no samples.
+    Raises DataError if a label is not that of a class, or there are no samples.
     """
     assert images.labels is not None
     check_labels(images.labels, len(images.classes), where=images.where)
-    framing, array = Framing.of(recipe, training=training), images.pixels.array
+    framing = Framing.of(recipe, training=training)
     size = framing.size_of(images.image_size)
-    shape = (*array.shape[:2], *size)
-    if framing.min_area is not None:
-        unchanged = {field.name: getattr(images, field.name) for field in fields(Images)}
-        return Images(**{**unchanged, "image_size": size, "framing": framing})
-    if size == images.image_size and framing.resize_size is None:
+    if size == images.image_size and framing.resize_size is None and framing.min_area is None:
         return images
-
-    def resized() -> Iterator[np.ndarray]:
-        step = min(chunk_rows(shape), chunk_rows(array.shape))
-        for start in range(0, len(array), step):
-            yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
-
-    made_from = [*made_of, images.fingerprint, framing.image_size, framing.resize_size]
-    kept = keep(made_from, shape, lambda: Unstored(shape, resized(), images.labels, images.classes))  # type: ignore[arg-type]
-    return replace(kept, where=images.where, fingerprint=images.fingerprint)
+    unchanged = {field.name: getattr(images, field.name) for field in fields(Images)}
+    return Images(**{**unchanged, "image_size": size, "framing": framing, "made_of": tuple(made_of)})
 
 
-def decoded_once(_split: str, images: Images) -> Images:
-    """Return images of one size that are not too many as arrays, decoded and kept; others unchanged.
+def decoded_once(images: Images) -> Images:
+    """Return images that are not too many as arrays, decoded, resized to their size and kept; others unchanged.
 
+    Those that are cropped at random stay as they are.
     Raises DataError if an image cannot be read, or the arrays cannot be kept.
     """
     labels, shape, framing = images.labels, (len(images), images.channels, *images.image_size), images.framing
@@ -176,7 +161,7 @@ def decoded_once(_split: str, images: Images) -> Images:
         return images
 
     def chunks() -> Iterator[np.ndarray]:
-        step = min(READ_CHUNK, chunk_rows(shape))
+        step = chunk_rows(shape)
         with progress("decoding the images once", shape[0], "images") as advance:
             for start in range(0, shape[0], step):
                 indices = np.arange(start, min(start + step, shape[0]))
@@ -187,7 +172,7 @@ def decoded_once(_split: str, images: Images) -> Images:
                 advance(len(indices))
 
     made_of = [*images.made_of, images.fingerprint, images.channels, framing.image_size, framing.resize_size]
-    kept = keep(made_of, shape, lambda: Unstored(shape, chunks(), labels, images.classes))
+    kept = keep(made_of, size_bytes, lambda: Unstored(shape, chunks(), labels, images.classes))
     return replace(kept, where=images.where, fingerprint=images.fingerprint)
 
 
@@ -208,36 +193,32 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
 
 
 def write_split(folder: Path, split: Unstored) -> None:
-    """Write a split into `folder`, which is made: whole or not at all. Raises DataError if it cannot be, or exists."""
-    try:
-        with made_whole(folder) as temporary:
-            _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
-            _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
-            written = in_array(Mapped.of_npy(temporary / IMAGES), other_libraries.array(temporary / LABELS), split.classes)
-            about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
-            (temporary / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-            for file in (IMAGES, LABELS, ABOUT):
-                sync(temporary / file)
-    except OSError as error:
-        why = error.strerror or error
-        raise DataError(f"{folder} cannot be written: {why}. Free space there, or choose another folder") from error
+    """Write a split into `folder`, which is made if it does not exist. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_npy(folder / IMAGES, np.uint8, split.shape, split.chunks)
+    _write_npy(folder / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
+    written = in_array(Mapped.of_npy(folder / IMAGES), other_libraries.array(folder / LABELS), split.classes)
+    about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    for file in (IMAGES, LABELS, ABOUT):
+        sync(folder / file)
 
 
-def open_split(folder: Path) -> ArrayImages:
+def open_split(folder: Path, remedy: str = "pack it again, or correct data.path") -> ArrayImages:
     """Return the split in a folder, mapped. Raises DataError if a file is missing, of another layout, or has changed."""
     try:
         about = parsed((folder / ABOUT).read_bytes())
         if about["format"] != FORMAT:
-            raise DataError(f"{folder} has the layout {about['format']}, and this version reads {FORMAT}; pack it again")
+            raise ValueError(f"its format is {about['format']}, and this version reads {FORMAT}")
         labels, pixels = np.asarray(other_libraries.array(folder / LABELS)), Mapped.of_npy(folder / IMAGES)
         kind, dimensions = pixels.array.dtype, pixels.array.ndim
         if kind != np.uint8 or dimensions != 4:
             raise ValueError(f"{IMAGES} is {kind} with {dimensions} dimensions, not uint8 with 4")
         images = in_array(pixels, labels, about["classes"], str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder} is not a complete split of arrays ({error}); pack it again, or correct data.path") from error
+        raise DataError(f"{folder} is not a complete split of arrays ({error}); {remedy}") from error
     if images.fingerprint != about["fingerprint"]:
-        raise DataError(f"{folder} has changed since it was written (its fingerprint differs); pack it again")
+        raise DataError(f"{folder} has changed since it was written (its fingerprint differs); {remedy}")
     return images
 
 
@@ -255,44 +236,49 @@ def _write_npy(path: Path, kind: type[np.generic], shape: tuple[int, ...], chunk
     assert rows == shape[0], (rows, shape)
 
 
-def keep(made_of: Sequence[object], shape: Sequence[int], read: Callable[[], Unstored]) -> ArrayImages:
-    """Return the split that `read` reads or makes: in memory if it is small, else from the file that it is kept in.
+def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored]) -> ArrayImages:
+    """Return the split that `read` reads or makes: in memory if it is small, else from the cache, as `cached` keeps it.
 
-    `made_of` is all that decides what `read` gives, as JSON has it (see `stamps`), and the product of `shape` about how many
-    bytes the images take. Raises DataError if the split cannot be read, or not be written where it is kept.
+    `size_bytes` is about what the images take. Raises DataError if the split cannot be read, or not be written to the cache.
     """
-    if np.prod(shape, dtype=np.int64) <= SMALL_BYTES:
+    if size_bytes <= SMALL_BYTES:
         small = read()
         array = np.concatenate([np.empty((0, *small.shape[1:]), np.uint8), *small.chunks])
         return in_array(Mapped(array), small.labels, small.classes)
+    folder = cached("splits", made_of, lambda temporary: write_split(temporary, read()))
+    return open_split(folder, "remove this folder, and it is made again")
+
+
+def cached(kind: str, made_of: Sequence[object], make: Callable[[Path], None]) -> Path:
+    """Return a folder of this user's cache that `make` has filled: once on a machine.
+
+    `made_of` is all that decides what `make` writes, as JSON has it (see `stamps`). Raises DataError if the cache cannot be
+    used, and what `make` raises.
+    """
     name = hashlib.sha256(json.dumps([FORMAT, *made_of], default=str).encode()).hexdigest()[:32]
     try:
-        folder = cache_folder("splits") / name
-        if (found := _kept(folder)) is not None:  # without the lock: the cache may be read-only
-            return found
-        with one_process_per_node(folder.with_suffix(".lock")):
-            if (found := _kept(folder)) is not None:
-                return found
-            if folder.exists():
-                shutil.rmtree(folder)
-            remove_remains(folder)
-            try:
-                write_split(folder, read())
-            except DataError:
-                if not folder.exists():  # where there are no locks, another process may have been first
-                    raise
-            return open_split(folder)
+        folder = cache_folder(kind) / name
+        made_once(folder, make)
     except OSError as error:
         cache = f"{error.filename or '$SAMERUN_CACHE'}, the cache for unpacked data, cannot be used"
         raise DataError(f"{cache} ({error.strerror or error}); set SAMERUN_CACHE to a writable folder") from error
+    return folder
 
 
-def _kept(folder: Path) -> ArrayImages | None:
-    """Return the split in a folder of the cache; None if it is missing or damaged."""
-    try:
-        return open_split(folder) if folder.exists() else None
-    except DataError:
-        return None
+def made_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Have one process of the node fill `folder` while the others wait, unless it exists: whole or not at all. Raises OSError.
+
+    `make` is given an empty folder, which then gets the name.
+    """
+    if folder.exists():  # without the lock: the disk may be read-only
+        return
+    with one_process_per_node(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists():
+            return
+        remove_remains(folder)
+        # Where there are no locks, another process may have been first.
+        with suppress(FileExistsError), made_whole(folder) as temporary:
+            make(temporary)
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -314,13 +300,9 @@ def open_arrays(recipe: Sections) -> Data:
             raise NoSplitError(f"{root / name} is missing, so this is not a complete split of arrays: pack it again")
         return open_split(root / name)
 
-    def complete(split: str, images: ArrayImages) -> Images:
-        made_of = stamps(sorted(Path(images.where).iterdir()))
-        return framed(images, recipe=recipe, training=split == "train", made_of=made_of)
-
-    parts = each_split(recipe.data, opened)
-    first, *others = parts.there.values()
-    for other in others:
-        if other.classes != first.classes:
-            raise DataError(f"{first.where} and {other.where} have different classes; pack all splits in one command")
-    return parts.changed(complete)
+    splits = each_split(recipe.data, opened)
+    same_classes({images.where: images.classes for images in splits.values()})
+    return {
+        split: framed(images, recipe=recipe, training=split == "train", made_of=stamps(sorted(Path(images.where).iterdir())))
+        for split, images in splits.items()
+    }

@@ -197,8 +197,8 @@ class Preparation:
 
         Raises RecipeError if data.mean or data.std has neither 1 nor `channels` values.
         """
-        mean = _per_channel("data.mean", data.mean, channels)
-        std = _per_channel("data.std", data.std, channels)
+        check_channels(data, channels)
+        mean, std = (values * (channels // len(values)) for values in (data.mean, data.std))
         # (pixel / 255 - mean) / std, as one multiplication and one addition. Half precision would lose digits on the way,
         # so the computing is done in float32 at least, and what is handed out is rounded once.
         computing = torch.promote_types(dtype, torch.float32)
@@ -206,40 +206,24 @@ class Preparation:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=computing).view(-1, 1, 1)
         self._dtype = dtype
         self._augment = augment
-        changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
-        self._changes_anything = changes_images or augment.erase > 0 or augment.mixes_pairs
         self._num_classes = num_classes
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        # `_normalized` says why a single channel's order is right by then.
-        self._is_normalized_finished = dtype == computing and (channels == 1 or not channels_last)
 
-    @staticmethod
-    def check(data: DataRecipe, *, channels: int) -> None:
-        """Raise RecipeError if data.mean or data.std has neither 1 nor `channels` values."""
-        _per_channel("data.mean", data.mean, channels)
-        _per_channel("data.std", data.std, channels)
-
-    def train(self, batch: Mapping[str, Any], draws: Draws, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def train(self, batch: Mapping[str, Any], draws: Draws) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] in the model's type, and targets.
 
         A batch is one of `loader.py`, `draws` are for its samples. RandAugment on another device than the CPU needs them on the
         host as well.
 
-        `memory` are inputs that nobody needs any more, such as those of the last step: these may be written over them, since
-        what was just used is still in a processor's cache.
-
         Targets are the labels int64 [B], or where the recipe mixes pairs float32 (float64 for float64) [B, num_classes].
         """
         augment, images, labels = self._augment, batch["images"], batch["labels"]
-        if not self._changes_anything:
-            return self._finished(self._normalized(images, memory)), labels
-        inputs = self._normalized(self._changed(images, draws), memory)
+        inputs = self._normalized(self._changed(images, draws))
         if augment.erase > 0:
             inputs = inputs.masked_fill_(erased_mask(draws, augment.erase, images.shape[-2], images.shape[-1]), 0)
         if augment.mixes_pairs:
             targets = F.one_hot(labels, self._num_classes).to(inputs.dtype)
-            inputs, targets = self._mixed(inputs, targets, draws)
-            return inputs.to(self._dtype, memory_format=self._memory_format), targets
+            inputs, labels = self._mixed(inputs, targets, draws)
         return self._finished(inputs), labels
 
     def evaluate(self, batch: Mapping[str, Any]) -> Tensor:
@@ -251,19 +235,16 @@ class Preparation:
         scale, shift = self._scale.to(inputs.device), self._shift.to(inputs.device)
         return ((inputs.to(scale.dtype) - shift) / scale).round_().clamp_(0, 255).to(torch.uint8)
 
-    def _normalized(self, images: Tensor, memory: Tensor | None = None) -> Tensor:
+    def _normalized(self, images: Tensor) -> Tensor:
         if self._scale.device != images.device:
             self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
-        # While each channel's pixels lie together this takes half the time. A single channel's do in either order.
+        # With each channel's pixels next to each other this takes half the time. Those of a single channel are in either order.
         order = self._memory_format if images.shape[1] == 1 else torch.contiguous_format
-        if memory is not None and memory.shape == images.shape and self._is_normalized_finished:
-            inputs = memory.copy_(images)
-        else:
-            inputs = images.to(self._scale.dtype, memory_format=order)
+        inputs = images.to(self._scale.dtype, memory_format=order)
         return inputs.mul_(self._scale).add_(self._shift)  # on CPU a third of addcmul's time
 
     def _finished(self, inputs: Tensor) -> Tensor:
-        return inputs if self._is_normalized_finished else inputs.to(self._dtype, memory_format=self._memory_format)
+        return inputs.to(self._dtype, memory_format=self._memory_format)
 
     def _changed(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the images uint8 [B, C, H, W] cropped, flipped and through RandAugment."""
@@ -298,8 +279,9 @@ class Preparation:
 def erased_mask(draws: Draws, probability: float, height: int, width: int) -> Tensor:
     """Return bool [B, 1, height, width], true in the rectangle to erase: that of torchvision's RandomErasing."""
     tries = draws.streams(_ERASE_TRIES)
-    area = height * width * _between(tries.uniform("erase.area"), *_ERASED_AREA)
-    ratio = torch.exp(_between(tries.uniform("erase.ratio"), *(math.log(ratio) for ratio in _ERASED_RATIO)))
+    (least, most), (flattest, tallest) = _ERASED_AREA, map(math.log, _ERASED_RATIO)
+    area = height * width * (least + (most - least) * tries.uniform("erase.area"))
+    ratio = torch.exp(flattest + (tallest - flattest) * tries.uniform("erase.ratio"))
     heights, widths = torch.round(torch.sqrt(area * ratio)).long(), torch.round(torch.sqrt(area / ratio)).long()
     fits = (heights < height) & (widths < width)
     first = fits.to(torch.uint8).argmax(0, keepdim=True)  # argmax of equals: the first
@@ -355,14 +337,11 @@ def _box(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, height: int, 
     return in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
 
 
-def _between(unit: Tensor, low: float, high: float) -> Tensor:
-    return low + (high - low) * unit
-
-
-def _per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
-    if len(values) not in (1, channels):
-        raise RecipeError(
-            f"{key} has {len(values)} values, but images have {channels} "
-            f"channel{'s' if channels > 1 else ''}: give one value for all, or {channels}"
-        )
-    return tuple(values) * (channels // len(values))
+def check_channels(data: DataRecipe, channels: int) -> None:
+    """Raise RecipeError if data.mean or data.std has neither 1 nor `channels` values."""
+    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
+        if len(values) not in (1, channels):
+            raise RecipeError(
+                f"{key} has {len(values)} values, but images have {channels} "
+                f"channel{'s' if channels > 1 else ''}: give one value for all, or {channels}"
+            )

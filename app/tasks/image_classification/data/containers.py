@@ -1,7 +1,7 @@
 """HDF5 and LMDB: a file or database for each split; and what they share with the shards of `shards.py`.
 
 Sample i is the i-th record of the split, and its image is decoded as in an image folder: a recipe gives the same run over all
-of them. Files are opened by the process that reads them.
+of them. Files are opened by each process that reads them: neither library can use what was opened before a fork.
 
 HDF5, `train.h5`: the dataset `images` holds image files, as variable-length uint8 [N], or pixels, uint8 [N, H, W], [N, H, W, C]
 or [N, C, H, W]; `labels` whole numbers [N]. Other names for them go into data.image_column and data.label_column. Names of the
@@ -21,31 +21,30 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from itertools import pairwise
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any
 
 import numpy as np
 
-from app.environment.topology import listed
 from app.errors import DataError
 from app.files.other_libraries import extra
 from app.tasks.image_classification.data.decoding import reading
 from app.tasks.image_classification.data.images import (
     Data,
     Images,
-    Stored,
+    NoSplitError,
+    StoredImage,
     completed,
+    data_path,
+    each_split,
     first_line,
     numbers_up_to,
+    same_classes,
     without_left_out,
 )
-from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
-from app.tasks.image_classification.sections import Sections
+from app.tasks.image_classification.sections import DataRecipe, Sections
 
-H = TypeVar("H")
 HDF5_IMAGES, HDF5_LABELS, HDF5_CLASSES = "images", "labels", "classes"
 LMDB_LABELS, LMDB_LENGTH, LMDB_CLASSES = b"__labels__", b"__len__", b"__classes__"
 LMDB_LABEL_TYPE = np.dtype("<i8")
@@ -58,16 +57,10 @@ def open_containers(recipe: Sections, open_split: Callable[[Path, str, str], Ima
     """
     data, folder = recipe.data, data_path(recipe)
     splits = without_left_out(each_split(data, lambda split, key: open_split(folder, split, key)), data)
-    parts = list(splits.there.values())
-    named = [images for images in parts if images.classes]
-    for one, other in pairwise(named):
-        if one.classes != other.classes:
-            raise DataError(
-                f"two splits have different classes: {len(one.classes)} ({listed(one.classes, 5)}) in {one.where}, "
-                f"{len(other.classes)} ({listed(other.classes, 5)}) in {other.where}; write both with the same classes"
-            )
-    largest = 0 if parts[0].labels is None else int(parts[0].labels.max(initial=0))
-    classes = named[0].classes if named else numbers_up_to(largest, parts[0].where)
+    first = next(iter(splits.values()))
+    named = {images.where: images.classes for images in splits.values() if images.classes}
+    largest = 0 if first.labels is None else int(first.labels.max(initial=0))
+    classes = same_classes(named) if named else numbers_up_to(largest, first.where)
     return completed(splits, recipe, classes=classes, channels=1 if data.color == "gray" else 3)
 
 
@@ -82,66 +75,37 @@ def class_names(content: bytes, where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-class OwnHandle(Generic[H]):
-    """A library's handle on a file, opened when it is first used in a process.
-
-    It is used in no other process, as LMDB demands: after a fork, or pickled, the file is opened again.
-    """
-
-    def __init__(self, opening: Callable[[Path], H], path: Path) -> None:
-        self.path = path
-        self._opening = opening
-        self._own: tuple[int, H] | None = None
-        """The process that opened the file, and the handle."""
-
-    def __call__(self) -> H:
-        """Return the handle. Raises what `opening` does."""
-        if self._own is None or self._own[0] != os.getpid():
-            self.close()
-            self._own = os.getpid(), self._opening(self.path)
-        return self._own[1]
-
-    def close(self) -> None:
-        """Let go of the file until it is used again."""
-        self._own = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_own": None}
-
-
 # HDF5 -----------------------------------------------------------------------------------------------------------------
 
 
 def open_hdf5(recipe: Sections) -> Data:
     """Open the splits, as `open_containers` does."""
-    columns = (HDF5_IMAGES, recipe.data.image_column), (HDF5_LABELS, recipe.data.label_column)
-    return open_containers(recipe, functools.partial(_open_hdf5_split, *columns))
+    return open_containers(recipe, functools.partial(_open_hdf5_split, recipe.data))
 
 
-def _open_hdf5_split(images: Sequence[str], labels: Sequence[str], folder: Path, split: str, key: str) -> Images:
+def _open_hdf5_split(data: DataRecipe, folder: Path, split: str, key: str) -> Images:
     path = next((place for suffix in ("", ".h5", ".hdf5") if (place := folder / f"{split}{suffix}").is_file()), None)
     if path is None:
         raise NoSplitError(f"{folder} contains no file {split}.h5 for {key}={split}; correct data.path or {key}")
     with _reading_hdf5(path, str(path)), _hdf5_file(path) as file:
         import h5py
 
-        image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
+        image_set = _dataset(file, (HDF5_IMAGES, data.image_column), path, "image")
+        label_set = _dataset(file, (HDF5_LABELS, data.label_column), path, "label")
         is_encoded = image_set.ndim == 1 and h5py.check_vlen_dtype(image_set.dtype) == np.uint8
-        images_found, labels_found = (f"{path}: {it.name} is {it.dtype} {list(it.shape)}" for it in (image_set, label_set))
-        if not is_encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
-            raise DataError(
-                f"{images_found}; store image files as variable-length uint8 [N], or pixels as uint8 [N, H, W], [N, H, W, C] "
-                "or [N, C, H, W]"
-            )
         targets = label_set[()].reshape(-1)
-        if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
-            raise DataError(f"{labels_found}, but must be one whole number for each row of {image_set.name}; write it again")
+        is_image = is_encoded or (image_set.dtype == np.uint8 and image_set.ndim in (3, 4))
+        if not is_image or targets.dtype.kind not in "iu" or len(targets) != len(image_set):
+            found = " and ".join(f"{it.name} is {it.dtype} {list(it.shape)}" for it in (image_set, label_set))
+            raise DataError(
+                f"{path}: {found}; store image files as variable-length uint8 [N], or pixels as uint8 [N, H, W], [N, H, W, C] "
+                "or [N, C, H, W], and a whole number for each as label"
+            )
         names: list[str] = []
         if HDF5_CLASSES in file and h5py.check_string_dtype(file[HDF5_CLASSES].dtype):
             names = file[HDF5_CLASSES].asstr(errors="surrogateescape")[()].tolist()
-        rows: OwnHandle[Any] = OwnHandle(functools.partial(_hdf5_rows, image_set.name), path)
         return Images(
-            read=functools.partial(_read_hdf5, rows, is_encoded),
+            read=functools.partial(_read_hdf5, path, path.stat().st_ino, image_set.name, is_encoded),
             size=len(targets),
             labels=targets.astype(np.int64),
             classes=tuple(names),
@@ -150,12 +114,12 @@ def _open_hdf5_split(images: Sequence[str], labels: Sequence[str], folder: Path,
         )
 
 
-def _read_hdf5(rows: OwnHandle[Any], is_encoded: bool, places: Sequence[int]) -> Iterator[Stored]:
+def _read_hdf5(path: Path, inode: int, dataset: str, is_encoded: bool, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
-        name = f"sample {place} of {rows.path}"
-        with _reading_hdf5(rows.path, name):
-            row = np.asarray(rows()[place])
-        yield Stored(row.tobytes() if is_encoded else row, name)
+        name = f"sample {place} of {path}"
+        with _reading_hdf5(path, name):
+            row = np.asarray(_hdf5_rows(path, inode, dataset, os.getpid())[place])
+        yield StoredImage(row.tobytes() if is_encoded else row, name)
 
 
 def _hdf5_file(path: Path) -> Any:
@@ -165,9 +129,10 @@ def _hdf5_file(path: Path) -> Any:
     return h5py.File(path, "r", locking=False)
 
 
-def _hdf5_rows(name: str, path: Path) -> Any:
-    """Return a dataset, which keeps its file open: to open it takes twice as long as to read a row."""
-    return _hdf5_file(path)[name]
+@functools.cache
+def _hdf5_rows(path: Path, inode: int, dataset: str, process: int) -> Any:  # noqa: ARG001
+    """Return a dataset, open in a process: to open it takes twice as long as to read a row."""
+    return _hdf5_file(path)[dataset]
 
 
 @contextmanager
@@ -206,23 +171,22 @@ def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
     path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
     if path is None:
         raise NoSplitError(f"{folder} contains no database {split}.lmdb for {key}={split}; correct data.path or {key}")
-    database = _database(path)
-    database.close()  # it may have been written again since
     file = path / "data.mdb" if path.is_dir() else path
-    with closing(database):
-        size_bytes = file.stat().st_size
-        expected_bytes = (database().info()["last_pgno"] + 1) * database().stat()["psize"]
-        if size_bytes < expected_bytes:  # to read beyond its end would end the process without a word
-            raise DataError(f"{file} is truncated: it has {size_bytes} of {expected_bytes} bytes; replace it")
-        stored, length = _value(database, LMDB_LABELS), _value(database, LMDB_LENGTH)
-        with _transaction(database) as transaction:
-            classes = transaction.get(LMDB_CLASSES)
-            entries = transaction.stat()["entries"] - 2 - (classes is not None)
+    with reading(file, "replace it"):
+        size_bytes, inode = file.stat().st_size, file.stat().st_ino
+    database = _database(path, inode)
+    expected_bytes = (database.info()["last_pgno"] + 1) * database.stat()["psize"]
+    if size_bytes < expected_bytes:  # to read beyond its end would end the process without a word
+        raise DataError(f"{file} is truncated: it has {size_bytes} of {expected_bytes} bytes; replace it")
+    stored, length = _value(path, inode, LMDB_LABELS), _value(path, inode, LMDB_LENGTH)
+    with _transaction(path, inode) as transaction:
+        classes = transaction.get(LMDB_CLASSES)
+        entries = transaction.stat()["entries"] - 2 - (classes is not None)
     if length != b"%d" % entries or len(stored) != LMDB_LABEL_TYPE.itemsize * entries:
         found = f"its __labels__ have {len(stored)} bytes and its __len__ is {length[:20]!r}"
         raise DataError(f"{path} holds {entries} images, but {found}; write it as described in docs/containers.md")
     return Images(
-        read=functools.partial(_read_lmdb, database),
+        read=functools.partial(_read_lmdb, path, inode),
         size=entries,
         labels=np.frombuffer(stored, LMDB_LABEL_TYPE).astype(np.int64),
         classes=() if classes is None else class_names(classes, f"__classes__ of {path}"),
@@ -231,62 +195,48 @@ def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
     )
 
 
-def _read_lmdb(database: Database, places: Sequence[int]) -> Iterator[Stored]:
+def _read_lmdb(path: Path, inode: int, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
         key = lmdb_key(place)
-        yield Stored(_value(database, key), f"record {key.decode()} of {database.path}")
+        yield StoredImage(_value(path, inode, key), f"record {key.decode()} of {path}")
 
 
-class Database(OwnHandle[Any]):
-    """An LMDB environment that is opened when it is used; `_database` returns it."""
-
-    def close(self) -> None:
-        """Close the environment until it is used again."""
-        if self._own is not None:
-            self._own[1].close()
-        super().close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _database, (self.path,)
+_OPEN_DATABASES: dict[tuple[Path, int], tuple[int, Any]] = {}
+"""Process and `lmdb.Environment`, by path and inode: LMDB allows one in a process, so all readers share it."""
 
 
-_DATABASES: WeakValueDictionary[tuple[Path, int], Database] = WeakValueDictionary()
-"""Open databases by path and inode. LMDB allows one handle per process, so all readers share it."""
-
-
-def _database(path: Path) -> Database:
-    """Return the database at a path, the same to all readers in this process. Raises DataError if it does not exist."""
-    with reading(path, "replace it"):
-        key = path.resolve(), path.stat().st_ino
-    return _DATABASES.setdefault(key, Database(_open_database, path))
-
-
-def _open_database(path: Path) -> Any:
-    """Return an `lmdb.Environment` that is open for reading, without locks: no process writes. Raises DataError."""
+def _database(path: Path, inode: int) -> Any:
+    """Return the database, open for reading in this process, without locks: no process writes. Raises DataError."""
     with extra("data.source=lmdb"):
         import lmdb
-    try:
-        # Samples are read in any order: the system need not read what follows one.
-        return lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
-    except lmdb.Error as error:
-        raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
+    process, database = _OPEN_DATABASES.get((path, inode), (0, None))
+    if process != os.getpid():
+        if database is not None:  # opened before a fork
+            database.close()
+        try:
+            # Samples are read in any order: the system need not read what follows one.
+            database = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
+        except lmdb.Error as error:
+            raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
+        _OPEN_DATABASES[path, inode] = os.getpid(), database
+    return database
 
 
 @contextmanager
-def _transaction(database: Database) -> Iterator[Any]:
+def _transaction(path: Path, inode: int) -> Iterator[Any]:
     """Give a transaction. Raises DataError if what is read in it is damaged."""
     import lmdb
 
     try:
-        with database().begin() as transaction:
+        with _database(path, inode).begin() as transaction:
             yield transaction
     except lmdb.Error as error:
-        raise DataError(f"{database.path} is damaged ({first_line(error)}); replace it") from error
+        raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
 
 
-def _value(database: Database, key: bytes) -> bytes:
-    with _transaction(database) as transaction:
+def _value(path: Path, inode: int, key: bytes) -> bytes:
+    with _transaction(path, inode) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
-        raise DataError(f"{database.path} has no record {key.decode()}; write it as described in docs/containers.md")
+        raise DataError(f"{path} has no record {key.decode()}; write it as described in docs/containers.md")
     return value

@@ -14,7 +14,6 @@ The geometry is torchvision's, so that published recipes keep their meaning: `Re
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import math
 import warnings
@@ -37,6 +36,8 @@ from app.tasks.image_classification.sections import Sections
 
 MOST_PIXELS = 64_000_000
 """An RGB image of this size takes 0.2 GB as pixels, and up to 1 GB while it is decoded and brought to its size."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Endings of image files, in small letters, as in torchvision's ImageFolder."""
 CHANNELS = (1, 3, 4)
 """Numbers of channels that tell channels from rows in an array of three dimensions."""
 _END = b"\xff\xd9"  # the marker at the end of every whole JPEG
@@ -114,20 +115,24 @@ def decode(content: bytes, *, channels: int, name: str) -> Tensor:
             raise DataError(f"{name} has more than 8 bits per channel (mode {image.mode}); store it with 8 bits")
         if channels == 1 and not is_gray(image):
             raise DataError(f"{name} is in color (mode {image.mode}) in a grayscale data set; store all images in the same way")
-        # By way of RGBA the colors are the same, without the warning of a direct conversion to RGB.
-        plain = image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
-        mode = "L" if channels == 1 else "RGB"
-        array = np.array(plain if plain.mode == mode else plain.convert(mode))
+        array = np.array(converted(image, "L" if channels == 1 else "RGB"))
         return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
+
+
+def converted(image: Image.Image, mode: str) -> Image.Image:
+    """Return an image in mode "L" or "RGB", without transparency."""
+    # By way of RGBA the colors are the same, without the warning of a direct conversion to RGB.
+    plain = image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
+    return plain if plain.mode == mode else plain.convert(mode)
 
 
 @functools.cache
 def torchcodec() -> Callable[..., Any] | None:
     """Return torchcodec's `decode_jpeg`; None if it is not installed. Raises DataError if it cannot be loaded."""
-    if importlib.util.find_spec("torchcodec") is None:
-        return None
     try:
         from torchcodec.decoders import decode_jpeg
+    except ModuleNotFoundError:
+        return None
     except (ImportError, OSError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
         raise DataError(f"torchcodec cannot be loaded ({why}); install the version for this torch, or uninstall it") from error
@@ -141,21 +146,23 @@ def pixels_of(value: Any, *, name: str) -> Tensor:
     Raises DataError if the array has another shape, or its numbers are not whole and in 0..255.
     """
     array = np.asarray(value)
-    if value is None or (array.dtype.kind == "f" and np.isnan(array).all()):
-        raise DataError(f"{name} has no image; remove it")
-    if array.dtype.kind not in "iu":
-        kind = "with rows of different lengths" if array.dtype.kind == "O" else f"of {array.dtype}"
-        raise DataError(f"{name} is an array {kind}; store integers in 0..255 (uint8)")
     if array.ndim == 2:
         array = array[None]
     elif array.ndim == 3 and array.shape[2] in CHANNELS:
         array = array.transpose(2, 0, 1)
-    elif array.ndim != 3 or array.shape[0] not in CHANNELS:
-        raise DataError(f"{name} has shape {array.shape}; store [H, W], [H, W, C] or [C, H, W], with C one of {CHANNELS}")
-    if array.size == 0 or array.min() < 0 or array.max() > 255:
-        found = f"numbers in {array.min()}..{array.max()}" if array.size else "no pixels"
-        raise DataError(f"{name} has {found}; store integers in 0..255 (uint8)")
+    is_image = array.dtype.kind in "iu" and array.ndim == 3 and array.shape[0] in CHANNELS
+    if not is_image or array.size == 0 or array.min() < 0 or array.max() > 255:
+        values = f" with {array.min()}..{array.max()}" if is_image and array.size else ""
+        raise DataError(
+            f"{name} is an array of {array.dtype} {list(array.shape)}{values}; store integers in 0..255 (uint8) as [H, W], "
+            f"[H, W, C] or [C, H, W], with C one of {CHANNELS}"
+        )
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.uint8))
+
+
+def as_picture(pixels: Tensor) -> Image.Image:
+    """Return an image, uint8 [C, H, W], as Pillow has it: in color if it has three channels or more, else its first alone."""
+    return Image.fromarray((pixels[0] if len(pixels) < 3 else pixels[:3].permute(1, 2, 0)).numpy())
 
 
 # torchvision's RandomResizedCrop: how often it tries, and between which shapes (width / height).

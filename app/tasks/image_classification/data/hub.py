@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from app.data.data_files import NotRead, check_columns, check_complete, walk
+from app.environment.topology import listed
 from app.errors import DataError, RecipeError
 from app.files import other_libraries
 from app.tasks.image_classification.data.arrays import stamps
@@ -21,14 +22,17 @@ from app.tasks.image_classification.data.decoding import content_of, is_gray, op
 from app.tasks.image_classification.data.images import (
     Data,
     Images,
-    Stored,
+    NoSplitError,
+    StoredImage,
     completed,
+    data_path,
+    each_split,
     first_line,
     numbers_up_to,
+    same_classes,
     spread,
     without_left_out,
 )
-from app.tasks.image_classification.data.splits import NoSplitError, Splits, data_path, each_split
 from app.tasks.image_classification.sections import Sections
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
@@ -45,8 +49,8 @@ def open_hub(recipe: Sections) -> Data:
     columns = {"data.image_column": data.image_column, "data.label_column": data.label_column}
     _check_files(recipe)
     names = _names(recipe)
-    rows = dict(zip(names.there, _load(recipe, names.there), strict=True))
-    where = {split: f"the {name} split of {data.path}" for split, name in names.there.items()}
+    rows = dict(zip(names, _load(recipe, names), strict=True))
+    where = {split: f"the {name} split of {data.path}" for split, name in names.items()}
     for split, table in rows.items():
         for key, column in columns.items():
             if column not in table.column_names:
@@ -64,8 +68,8 @@ def open_hub(recipe: Sections) -> Data:
             made_of=("huggingface", *stamps(Path(file["filename"]) for file in rows[split].cache_files)),
         )
 
-    splits = without_left_out(names.changed(opened_split), data)
-    first = next(iter(splits.there.values()))
+    splits = without_left_out({split: opened_split(split, name) for split, name in names.items()}, data)
+    first = next(iter(splits.values()))
     sampled = spread(len(first))
     gray = data.color == "gray" or (data.color == "auto" and all(first.required(index, _is_gray) for index in sampled))
     said = (data.hub_config, data.hub_revision)  # they tell the data from others of the same name
@@ -73,54 +77,43 @@ def open_hub(recipe: Sections) -> Data:
     return completed(splits, recipe, classes=classes, channels=1 if gray else 3, listing=listing)
 
 
-def _reader(rows: Any, column: str, where: str) -> functools.partial[Iterator[Stored]]:
+def _reader(rows: Any, column: str, where: str) -> functools.partial[Iterator[StoredImage]]:
     """Return what reads a column of a `datasets.Dataset`. Raises DataError if it holds neither image files nor arrays."""
     import datasets
 
     feature = rows.features[column]
     rows = rows.select_columns([column])
     if isinstance(feature, datasets.Image):
-        return functools.partial(_read_files, rows.cast_column(column, datasets.Image(decode=False)), where)
-    if not isinstance(feature, datasets.Value):
-        return functools.partial(_read_arrays, rows.with_format("numpy"), where)
-    if feature.dtype not in ("binary", "large_binary"):
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    elif not isinstance(feature, datasets.Value):
+        rows = rows.with_format("numpy")
+    elif feature.dtype not in ("binary", "large_binary"):
         raise DataError(f"data.image_column={column}: {where} holds {feature.dtype} in that column, not images; use another")
-    return functools.partial(_read_files, rows, where)
+    return functools.partial(_read, rows, where)
 
 
-def _values(rows: Any, places: Sequence[int]) -> list[Any]:
+def _read(rows: Any, where: str, places: Sequence[int]) -> Iterator[StoredImage]:
     (values,) = rows[list(places)].values()
-    return list(values)
-
-
-def _read_files(rows: Any, where: str, places: Sequence[int]) -> Iterator[Stored]:
-    for place, value in zip(places, _values(rows, places), strict=True):
+    for place, value in zip(places, values, strict=True):
         name = f"sample {place} of {where}"
         if value is None:
             raise DataError(f"{name} has no image; remove it")
-        if isinstance(value, bytes) or value["bytes"] is not None:
-            yield Stored(value if isinstance(value, bytes) else value["bytes"], name)
+        if isinstance(value, bytes):
+            yield StoredImage(value, name)
+        elif not isinstance(value, dict):
+            yield StoredImage(pixels_of(value, name=name), name)
+        elif value["bytes"] is not None:
+            yield StoredImage(value["bytes"], name)
         else:
-            yield Stored(content_of(Path(value["path"]), f" ({name})"), f"{value['path']} ({name})")
+            yield StoredImage(content_of(Path(value["path"]), f" ({name})"), f"{value['path']} ({name})")
 
 
-def _read_arrays(rows: Any, where: str, places: Sequence[int]) -> Iterator[Stored]:
-    for place, value in zip(places, _values(rows, places), strict=True):
-        # A row without an image makes floats of all that are read with it.
-        (alone,) = [value] if np.asarray(value).dtype.kind in "iu" else _values(rows, [place])
-        name = f"sample {place} of {where}"
-        yield Stored(pixels_of(alone, name=name), name)
-
-
-def _is_gray(stored: Stored) -> bool:
-    """Return True for a grayscale image file; one that cannot be read, which `decode` reports, is not."""
+def _is_gray(stored: StoredImage) -> bool:
+    """Return True for a grayscale image file. Raises DataError."""
     if not isinstance(stored.value, bytes):
         return False
-    try:
-        with opened(stored.value, stored.name) as image:
-            return is_gray(image)
-    except DataError:
-        return False
+    with opened(stored.value, stored.name) as image:
+        return is_gray(image)
 
 
 def _check_files(recipe: Sections) -> None:
@@ -153,45 +146,26 @@ def download_hub(recipe: Sections) -> None:
         ) from error
 
 
-def _names(recipe: Sections) -> Splits[str]:
+def _names(recipe: Sections) -> dict[str, str]:
     """Return the names of the splits that the recipe names, or that exist under a usual name."""
     data, path = recipe.data, data_path(recipe)
     saved = _saved_splits(path)
-    if data.hub_config is not None and (path.is_file() or saved):
-        what = "a file" if path.is_file() else "a folder that save_to_disk wrote"
-        raise RecipeError(
-            f"data.hub_config={data.hub_config}: {path} is {what}, which has no configurations; remove data.hub_config"
-        )
-    if data.hub_revision is not None and path.exists():
-        raise RecipeError(
-            f"data.hub_revision={data.hub_revision}: {path} is a local path, and only data sets on the hub "
-            "have revisions; remove data.hub_revision"
-        )
-    # A name in the recipe that does not exist is refused when it is loaded.
-    there = {data.train_split, data.validation_split, data.test_split, *(saved or _load(recipe, None))}
+    if saved == ["."]:
+        raise DataError(f"data.path={path} is a Dataset without splits; save a DatasetDict with a split {data.train_split}")
+    if path.exists() and (data.hub_revision or (data.hub_config and (saved or path.is_file()))):
+        given = {"data.hub_config": data.hub_config, "data.hub_revision": data.hub_revision}
+        keys = " and ".join(f"{key}={value}" for key, value in given.items() if value)
+        raise RecipeError(f"{keys}: {path} is a local path, which has none; remove this")
+    there = saved or list(_load(recipe, None))
+    in_recipe = {data.train_split, data.validation_split, data.test_split}
 
-    def named(name: str, _key: str) -> str:
-        if name not in there:
-            raise NoSplitError(name)
+    def named(name: str, key: str) -> str:
+        # Other names in the recipe, such as train[:90%], are refused when they are loaded.
+        if name not in there and (saved or name not in in_recipe):
+            raise NoSplitError(f"{key}={name}: {path} has the splits {', '.join(there)}; use one of these")
         return name
 
     return each_split(data, named)
-
-
-def _load(recipe: Sections, names: dict[str, str] | None) -> Any:
-    """Return the splits of these names as `datasets.Dataset`, in a list; None: all splits, by name."""
-    from datasets.exceptions import DatasetsError
-
-    path = data_path(recipe)
-    try:
-        with other_libraries.datasets_offline():
-            return _load_saved(path, names) if names and _saved_splits(path) else _load_files(recipe, path, names)
-    except ConnectionError as error:
-        nowhere = f"data.path={path} is not a file or folder here, nor a data set in the cache of the datasets library"
-        raise DataError(f"{nowhere}; correct the path, or set data.download=true to download it from the hub") from error
-    except (OSError, ValueError, DatasetsError) as error:
-        asked = "".join(f", data.{split}_split={name}" for split, name in (names or {}).items())
-        raise DataError(f"data.path={path}{asked} cannot be opened: {first_line(error)}") from error
 
 
 def _saved_splits(path: Path) -> list[str]:
@@ -199,29 +173,31 @@ def _saved_splits(path: Path) -> list[str]:
     return sorted(str(state.parent.relative_to(path)) for state in (*path.glob("state.json"), *path.glob("*/state.json")))
 
 
-def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
-    saved = _saved_splits(path)
-    if saved == ["."]:
-        raise DataError(f"data.path={path} is a Dataset without splits; save a DatasetDict with a split {names['train']}")
-    for split, name in names.items():
-        if name not in saved:
-            raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; use one of these")
-    try:
-        return [other_libraries.saved_data_set(path / name) for name in names.values()]
-    except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
-        raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} has no samples") from error
+def _load(recipe: Sections, names: Mapping[str, str] | None) -> Any:
+    """Return the splits of these names as `datasets.Dataset`, in a list; None: all splits, by name."""
+    from datasets.exceptions import DatasetsError
 
-
-def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> Any:
+    path, config = data_path(recipe), recipe.data.hub_config
     splits = None if names is None else list(names.values())
-    if path.is_file():
-        if path.suffix.lower() not in BUILDERS:
-            raise DataError(f"data.path={path} is a file of an unknown kind; use {', '.join(BUILDERS)}, or a folder")
-        return other_libraries.data_set(BUILDERS[path.suffix.lower()], data_files=str(path), split=splits)
-    if recipe.data.hub_revision is not None:
-        builder = _pinned(recipe)
-        return builder.as_dataset() if splits is None else [builder.as_dataset(split=split) for split in splits]
-    return other_libraries.data_set(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
+    try:
+        with other_libraries.datasets_offline():
+            if splits and _saved_splits(path):
+                return [other_libraries.saved_data_set(path / name) for name in splits]
+            if path.is_file():
+                if path.suffix.lower() not in BUILDERS:
+                    raise DataError(f"data.path={path} is a file of an unknown kind; use {', '.join(BUILDERS)}, or a folder")
+                return other_libraries.data_set(BUILDERS[path.suffix.lower()], data_files=str(path), split=splits)
+            if recipe.data.hub_revision is not None:
+                builder = _pinned(recipe)
+                return builder.as_dataset() if splits is None else [builder.as_dataset(split=split) for split in splits]
+            return other_libraries.data_set(str(path.absolute() if path.exists() else path), config, split=splits)
+    except ConnectionError as error:
+        nowhere = f"data.path={path} is not a file or folder here, nor a data set in the cache of the datasets library"
+        raise DataError(f"{nowhere}; correct the path, or set data.download=true to download it from the hub") from error
+    except (OSError, ValueError, IndexError, DatasetsError) as error:  # IndexError: a saved split is empty (version 5.2)
+        asked = "".join(f", data.{split}_split={name}" for split, name in (names or {}).items())
+        why = "a split has no samples" if isinstance(error, IndexError) else first_line(error)
+        raise DataError(f"data.path={path}{asked} cannot be opened: {why}") from error
 
 
 def _pinned(recipe: Sections) -> Any:
@@ -257,24 +233,16 @@ def read_labels(rows: Mapping[str, Any], column: str, where: Mapping[str, str]) 
     or the column holds something else.
     """
     columns = {split: _column(table, column, where[split]) for split, table in rows.items()}
-    classes = {split: getattr(table.features[column], "names", None) for split, table in rows.items()}
-    first = next(iter(rows))
-    names = classes[first]
-    for split, other in classes.items():
-        if other != names:
-            problem = f"data.label_column={column}: {where[first]} has the classes {names}, {where[split]} has {other}"
-            raise DataError(f"{problem}; make them the same")
-    if names is None and columns[first].dtype.kind == "O":
+    known = {where[split]: tuple(getattr(table.features[column], "names", None) or ()) for split, table in rows.items()}
+    first, names = next(iter(rows)), list(same_classes(known))
+    if not names and columns[first].dtype.kind == "O":
         names = sorted(set(columns[first].tolist()))
-        numbers = {name: number for number, name in enumerate(names)}
         for split, labels in columns.items():
-            unknown = next((index for index, label in enumerate(labels.tolist()) if label not in numbers), None)
-            if unknown is not None:
-                known = f"{', '.join(map(repr, names[:20]))}{' ...' if len(names) > 20 else ''}"
-                label = f"sample {unknown} of {where[split]} has label {labels[unknown]!r}"
-                raise DataError(f"{label}, which no training sample has; the labels are {known}")
-            columns[split] = np.array([numbers[label] for label in labels.tolist()])
-    elif names is None:
+            if unknown := set(labels.tolist()).difference(names):
+                found = f"{where[split]} has the labels {listed(sorted(unknown), 5)}, which no training sample has"
+                raise DataError(f"{found}; the labels are {listed(names, 20)}")
+            columns[split] = np.searchsorted(np.array(names, object), labels)
+    elif not names:
         names = numbers_up_to(int(columns[first].max(initial=0)), f"data.label_column={column}: {where[first]}")
     return names, {split: labels.astype(np.int64) for split, labels in columns.items()}
 

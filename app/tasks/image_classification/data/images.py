@@ -1,7 +1,7 @@
 """`Images`, the samples of a split in any format, without the samples that `data.leave_out` names.
 
-A format supplies how stored samples are read, their labels and the names of the classes. Leaving samples out, decoding,
-cropping, checks and the fingerprint are the same for all and are here. `open.py` opens what a recipe names.
+A format supplies how stored samples are read, their labels and the names of the classes. Splits, leaving samples out,
+decoding, cropping, checks and the fingerprint are the same for all and are here. `open.py` opens what a recipe names.
 
 train/cat/0007.jpg      a line names an image of an image folder by its path below data.path,
     train/12                and a sample of any other kind by its split and its number from 0
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -26,20 +27,28 @@ from torch import Tensor
 from app.data.draws import HostDraws
 from app.data.samples import CHECK
 from app.environment.topology import listed
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.files import paths
 from app.tasks.image_classification.data.decoding import Framing, decode, pixels_of
-from app.tasks.image_classification.data.splits import Splits
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 T = TypeVar("T")
 FINGERPRINT_SAMPLES = 64
 """Samples whose contents a fingerprint covers: few enough to read from a cold network disk in about a second."""
-_LISTING_CHUNK = 1 << 16
+FINGERPRINT_BYTES = 1 << 16
+"""Bytes of a file in an image folder that the fingerprint covers, in addition to the file's size."""
 DOWNLOADS = "data"
 """The folder of downloads, unless data.path is another."""
 MOST_CLASSES = 1 << 20
 """Integer labels from this on are taken for something else (identifiers, for example), not for classes."""
+
+
+VALIDATION_NAMES, TEST_NAMES = ("val", "valid", "validation"), ("test",)
+"""Names of splits that are used without being named in the recipe."""
+
+
+class NoSplitError(DataError):
+    """A split does not exist."""
 
 
 class UnreadableError(DataError):
@@ -50,7 +59,7 @@ class UnreadableError(DataError):
         self.name = name
 
 
-class Stored(NamedTuple):
+class StoredImage(NamedTuple):
     """A sample as its format stores it."""
 
     value: bytes | np.ndarray | Tensor
@@ -72,6 +81,11 @@ class Stored(NamedTuple):
             return self.value
         return str(tuple(self.value.shape)).encode() + np.asarray(self.value).tobytes()
 
+    def head(self) -> bytes:
+        """Return what the fingerprint covers of a file in an image folder."""
+        assert isinstance(self.value, bytes)
+        return b"%d:%b" % (len(self.value), self.value[:FINGERPRINT_BYTES])
+
 
 AS_STORED = Framing()
 
@@ -87,7 +101,7 @@ class Images:
     remedy: ClassVar[str] = (
         "shrink the images once (samerun data pack --max-side), or copy them to a local disk (data.stage_to)"
     )
-    read: Callable[[Sequence[int]], Iterable[Stored]]
+    read: Callable[[Sequence[int]], Iterable[StoredImage]]
     """Reads samples by their places among all stored ones. Raises DataError, naming the sample."""
     size: int
     """Number of samples."""
@@ -99,8 +113,8 @@ class Images:
     """The split and its source, in errors."""
     prefix: str = ""
     """What precedes the name of a sample in `data.leave_out`."""
-    paths: Callable[[int], str] = str
-    """Returns that name by the place of a stored sample: its number, or the path of its file."""
+    files: np.ndarray | None = None
+    """Path of each stored file below `where`, bytes [M]; None: samples are named by their numbers."""
     not_read: tuple[str, ...] = ()
     """A sentence for each folder with something that is not read."""
     made_of: tuple[Any, ...] | None = None
@@ -124,9 +138,10 @@ class Images:
 
     def name(self, index: int) -> str:
         """Return the name of a sample in `data.leave_out`."""
-        return self.prefix + self.paths(self._places([index])[0])
+        place = self._places([index])[0]
+        return self.prefix + (str(place) if self.files is None else os.fsdecode(self.files[place]))
 
-    def stored(self, index: int) -> Stored:
+    def stored(self, index: int) -> StoredImage:
         """Return a sample as it is stored. Raises DataError."""
         return next(iter(self.read(self._places([index]))))
 
@@ -154,49 +169,74 @@ class Images:
         for row, (stored, label) in enumerate(self.images(indices.tolist())):
             image = self.framing.random(stored, draw.of(row) if draw else None)
             if image.shape != images.shape[1:]:
-                raise DataError(self._other_shape(int(indices[row]), image))
+                (channels, height, width), (expected_height, expected_width) = image.shape, self.image_size
+                raise DataError(
+                    f"sample {indices[row]} of {self.where} is {width}x{height} pixels with {channels} channel(s), but the "
+                    f"first training sample is {expected_width}x{expected_height} with {self.channels}; set data.image_size, "
+                    "which resizes all images, or store all images in the same way"
+                )
             images[row], labels[row] = image, label
         return {"images": images, "labels": labels}
 
-    def _other_shape(self, index: int, image: Tensor) -> str:
-        channels, height, width = image.shape
-        expected_height, expected_width = self.image_size
-        same = channels == self.channels
-        remedy = "set data.image_size, which resizes all images" if same else "store all images in the same way"
-        return (
-            f"sample {index} of {self.where} is {width}x{height} pixels with {channels} channel(s), but the first training "
-            f"sample is {expected_width}x{expected_height} with {self.channels}; {remedy}"
-        )
-
-    def required(self, index: int, use: Callable[[Stored], T]) -> T:
+    def required(self, index: int, use: Callable[[StoredImage], T]) -> T:
         """Return what `use` makes of a sample that is needed to open the split. Raises UnreadableError if it cannot be read."""
         try:
             return use(self.stored(index))
         except DataError as error:
             raise UnreadableError(f"{error}. {CHECK}", self.name(index)) from error
 
-    def completed(
-        self,
-        recipe: Sections,
-        shape: Sequence[int],
-        *,
-        training: bool,
-        listing: Sequence[np.ndarray | memoryview] = (),
-        content: Callable[[Stored], bytes] = Stored.content,
-    ) -> Images:
+    def completed(self, recipe: Sections, shape: Sequence[int], *, training: bool, listing: Sequence[np.ndarray]) -> Images:
         """Return the split with its framing and fingerprint; `shape` is that of the first image, [C, H, W].
 
-        `listing` and `content` are those of `fingerprint`; the labels are always part of it. Raises UnreadableError.
+        The fingerprint covers the labels, `listing`, and the paths of files. Raises UnreadableError.
         """
-        framing, labels = Framing.of(recipe, training=training), [] if self.labels is None else [self.labels]
-        identity = fingerprint(
-            self.classes, len(self), lambda index: self.required(index, content), listing=[*labels, *listing]
-        )
+        framing = Framing.of(recipe, training=training)
+        content, known = StoredImage.content, [] if self.labels is None else [self.labels]
+        parts: list[np.ndarray | memoryview] = [*known, *listing]
+        if self.files is not None:
+            content = StoredImage.head
+            files = self.files if self.places is None else self.files[self.places]
+            parts.append(memoryview(b"\0".join(files.tolist())))
+        identity = fingerprint(self.classes, len(self), lambda index: self.required(index, content), listing=parts)
         size = framing.size_of((shape[1], shape[2]))
         return replace(self, channels=shape[0], image_size=size, framing=framing, fingerprint=identity)
 
 
-Data = Splits[Images]
+Data = dict[str, Images]
+"""The splits that exist, by name: "train", "validation", "test", in this order."""
+
+
+def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> dict[str, T]:
+    """Open the splits that a recipe names, and those that exist under a usual name.
+
+    `open_split` takes a name and its key in the recipe, and raises NoSplitError for a split that does not exist. A validation
+    or test split that the recipe names must exist; the training split may be missing if there is another one.
+    """
+    named = {"train": data.train_split, "validation": data.validation_split, "test": data.test_split}
+    usual = {"train": (), "validation": VALIDATION_NAMES, "test": TEST_NAMES}
+    found: dict[str, T] = {}
+    missing: NoSplitError | None = None
+    for split, name in named.items():
+        for candidate in (name,) if name is not None else usual[split]:
+            if split in found or (name is None and candidate in named.values()):
+                continue
+            try:
+                found[split] = open_split(candidate, f"data.{split}_split")
+            except NoSplitError as error:
+                if name is not None and split != "train":
+                    raise
+                missing = missing or error
+    if not found and missing is not None:
+        raise missing
+    return found
+
+
+def data_path(recipe: Sections) -> Path:
+    """Return data.path. Raises RecipeError if it is not set."""
+    if recipe.data.path is None:
+        or_name = ", or the name of a data set on the hub" if recipe.data.source == "huggingface" else ""
+        raise RecipeError(f"data.source={recipe.data.source} needs data.path: the file or folder with all splits{or_name}")
+    return Path(recipe.data.path)
 
 
 def completed(
@@ -206,17 +246,19 @@ def completed(
 
     Image files are decoded to `channels`. Raises DataError.
     """
-    parts = splits.there
-    for images in parts.values():
+    for images in splits.values():
         assert images.labels is not None
         check_labels(images.labels, len(classes), where=images.where, places=images.places)
-    shape = next(iter(parts.values())).required(0, lambda stored: stored.image(channels)).shape
-
-    def complete(split: str, images: Images) -> Images:
-        named = replace(images, classes=tuple(classes))
-        return named.completed(recipe, shape, training=split == "train", listing=listing)
-
-    return splits.changed(complete)
+    first, side = next(iter(splits.values())), recipe.data.image_size
+    shape: Sequence[int]
+    if first.files is not None and side is not None:  # the files of a folder have any size, and none is decoded here
+        shape = (channels, side, side)
+    else:
+        shape = first.required(0, lambda stored: stored.image(channels)).shape
+    return {
+        split: replace(images, classes=tuple(classes)).completed(recipe, shape, training=split == "train", listing=listing)
+        for split, images in splits.items()
+    }
 
 
 def check_labels(labels: np.ndarray, num_classes: int, *, where: str, places: np.ndarray | None = None) -> None:
@@ -235,6 +277,18 @@ def check_labels(labels: np.ndarray, num_classes: int, *, where: str, places: np
         f"{problem}, but labels must be in 0..{num_classes - 1} ({wrong.size} of {labels.size} are not); correct the labels, "
         "or remove these samples"
     )
+
+
+def same_classes(classes: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Return the class names of all splits, given by their names in errors. Raises DataError if they differ."""
+    (first, names), *others = classes.items()
+    for where, other in others:
+        if list(other) != list(names):
+            sides = {first: set(names) - set(other), where: set(other) - set(names)}
+            only = "; ".join(f"{listed(sorted(side), 5)} only in {place}" for place, side in sides.items() if side)
+            only = only or f"their order differs between {first} and {where}"
+            raise DataError(f"two splits have different classes: {only}; give both the same")
+    return names
 
 
 def numbers_up_to(highest: int, where: str) -> list[str]:
@@ -272,11 +326,7 @@ def fingerprint(
     cover(json.dumps([size, *classes]).encode())
     digest.update(sum(8 * part.size if isinstance(part, np.ndarray) else len(part) for part in listing).to_bytes(8, "little"))
     for part in listing:
-        if isinstance(part, memoryview):
-            digest.update(part)
-            continue
-        for start in range(0, part.size, _LISTING_CHUNK):  # a copy of all of them would grow with the data
-            digest.update(part[start : start + _LISTING_CHUNK].astype(np.int64).tobytes())
+        digest.update(np.ascontiguousarray(part, np.int64).data if isinstance(part, np.ndarray) else part)
     for index in spread(size, samples):
         cover(content(index))
     return digest.hexdigest()
@@ -295,17 +345,17 @@ def without_left_out(splits: Data, data: DataRecipe) -> Data:
     """
     wanted = names_in(data)
     missing = set(wanted)
+    if not wanted:
+        return splits
 
-    def rest(_split: str, images: Images) -> Images:
+    def rest(images: Images) -> Images:
         names = [images.name(place) for place in range(len(images))]
         missing.difference_update(names)
         places = np.array([place for place, name in enumerate(names) if name not in wanted], np.int64)
         labels = None if images.labels is None else images.labels[places]
         return replace(images, places=places, labels=labels, size=len(places))
 
-    if not wanted:
-        return splits
-    splits = splits.changed(rest)
+    splits = {split: rest(images) for split, images in splits.items()}
     if missing:
         raise DataError(
             f"data.leave_out={data.leave_out} lists {listed(sorted(missing), 5)}, and data.path={data.path} has no such "

@@ -12,7 +12,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +25,10 @@ from app.files.other_libraries import extra
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data import containers
 from app.tasks.image_classification.data.arrays import Unstored, chunk_rows, write_split
-from app.tasks.image_classification.data.decoding import is_gray, is_large, opened
+from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, as_picture, converted, is_gray, is_large, opened
 from app.tasks.image_classification.data.images import Images, first_line
-from app.tasks.image_classification.data.open import not_read, open_stored, open_undecoded
-from app.tasks.image_classification.data.shards import TAR_CLASSES, TAR_IMAGES, TAR_LABEL
-from app.tasks.image_classification.data.stage import located
+from app.tasks.image_classification.data.open import located, not_read, open_stored, open_undecoded
+from app.tasks.image_classification.data.shards import TAR_CLASSES, TAR_LABEL
 
 SHARD_BYTES = 1 << 30
 """Approximate size of a shard: large enough to read efficiently, and a thousandth of a large data set."""
@@ -45,31 +44,22 @@ _PIECE = 32
 _DRAFT_MARGIN = 2
 # What is shrunk stays in its format where that is one of these, and becomes PNG, which loses nothing, otherwise.
 _KEPT_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
+_QUALITY = 90
+"""Quality of shrunk JPEG and WebP files, 1..100."""
 Sample = tuple[bytes, int]
 """A picture's file and its label."""
 
 
-@dataclass(frozen=True)
-class Shrinking:
-    """How pictures are made smaller; none is ever made larger, and a file that is small enough stays as it is."""
-
-    max_side: int
-    """Largest side in pixels."""
-    longer: bool = False
-    """Apply max_side to the longer side; to the shorter one otherwise, which is what crops are taken of."""
-    quality: int = 90
-    """Quality of JPEG and WebP files, 1..100."""
-
-
-def pack(recipe: Recipe, to: str, out: Path, *, shrinking: Shrinking | None, processes: int) -> tuple[list[str], list[str]]:
+def pack(recipe: Recipe, to: str, out: Path, *, max_side: int | None, processes: int) -> tuple[list[str], list[str]]:
     """Write all splits of a recipe's data; return the recipe values that read them, `key=value` each, and what was not read.
 
+    Pictures whose shorter side has more than `max_side` pixels are shrunk to it.
     Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if pictures are to
     become arrays, and no size is given for them.
     """
     if out.exists() or out.is_symlink():
         raise DataError(f"{out} already exists, and pack replaces no files: choose another --out, or remove it")
-    if to == "arrays" and shrinking is not None:
+    if to == "arrays" and max_side is not None:
         raise RecipeError(
             "--max-side is for formats that hold files; for arrays set data.image_size=N, the size of all pictures"
         )
@@ -80,35 +70,32 @@ def pack(recipe: Recipe, to: str, out: Path, *, shrinking: Shrinking | None, pro
         data = open_stored(recipe.sections)
     try:
         with made_whole(out) as temporary:
-            for split, source in data.there.items():
+            for split, source in data.items():
                 if to == "arrays":
                     _write_arrays(temporary / split, source, processes)
                 else:
-                    WRITERS[to](temporary, split, source.classes, stored_files(source, shrinking, processes))
+                    WRITERS[to](temporary, split, source.classes, stored_files(source, max_side, processes))
             os.sync()
     except OSError as error:
         raise DataError(
             f"{out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
         ) from error
-    splits = [f"data.{split}_split={split}" for split in data.there]
+    splits = [f"data.{split}_split={split}" for split in data]
     return [f"data.source={'huggingface' if to == 'parquet' else to}", f"data.path={out}", *splits], not_read(data)
 
 
 def _write_arrays(folder: Path, source: Images, processes: int) -> None:
     shape = (len(source), source.channels, *source.image_size)
-    labels = np.zeros(len(source), np.int64)
+    labels = source.labels
+    if labels is None:
+        labels = np.array([label for _, label in source.images(range(len(source)))])
 
-    def fetch(piece: range) -> tuple[np.ndarray, np.ndarray]:
-        batch = source.fetch(np.arange(piece.start, piece.stop), None)
-        return batch["images"].numpy(), batch["labels"].numpy()
+    def fetch(piece: range) -> np.ndarray:
+        return source.fetch(np.arange(piece.start, piece.stop), None)["images"].numpy()
 
     def chunks() -> Iterator[np.ndarray]:
-        done = 0
         with progress("packing", len(source), "images") as advance:
-            pieces = in_order(fetch, len(source), piece=min(1000, chunk_rows(shape)), processes=processes)
-            for images, targets in pieces:
-                labels[done : done + len(images)] = targets
-                done += len(images)
+            for images in in_order(fetch, len(source), piece=chunk_rows(shape), processes=processes):
                 advance(len(images))
                 yield images
 
@@ -140,10 +127,9 @@ def write_webdataset(
                 with opened(content, f"sample {index}") as picture:
                     kind = picture.format or ""
                 extension = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
-                if extension not in TAR_IMAGES:
-                    raise DataError(
-                        f"sample {index} is a {kind} file; WebDataset's pictures are {', '.join(TAR_IMAGES)}: use another --to"
-                    )
+                if f".{extension}" not in IMAGE_SUFFIXES:
+                    known = ", ".join(IMAGE_SUFFIXES)
+                    raise DataError(f"sample {index} is a {kind} file; WebDataset's pictures are {known}: use another --to")
                 add(f"{index:08d}.{extension}", content)
                 add(f"{index:08d}.{TAR_LABEL}", str(label).encode())
 
@@ -196,10 +182,8 @@ def write_lmdb(folder: Path, split: str, classes: Sequence[str], samples: Iterab
                 transaction.put(containers.LMDB_LABELS, np.array(labels, containers.LMDB_LABEL_TYPE).tobytes())
                 transaction.put(containers.LMDB_LENGTH, str(len(labels)).encode())
                 transaction.put(containers.LMDB_CLASSES, json.dumps(list(classes)).encode())
-    except lmdb.Error as error:
-        raise DataError(
-            f"{folder} cannot be written ({first_line(error)}); free space there, or choose another folder"
-        ) from error
+    except lmdb.Error as error:  # such as a full disk
+        raise OSError(first_line(error)) from error
 
 
 WRITERS: dict[str, Callable[[Path, str, Sequence[str], Iterable[Sample]], None]] = {
@@ -217,28 +201,11 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield rows
 
 
-def stored_files(source: Images, shrinking: Shrinking | None, processes: int) -> Iterator[Sample]:
-    """Yield each sample's picture file, shrunk where that is asked for, and label; pixels become a PNG. Raises DataError."""
-
-    def stored(index: int) -> Sample:
-        file = source.file(index)
-        if file is not None and source.labels is not None:
-            return file, int(source.labels[index])
-        ((picture, label),) = source.images([index])
-        if len(picture) not in (1, 3):
-            raise DataError(
-                f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
-            )
-        pixels = picture.permute(1, 2, 0).numpy()
-        content = io.BytesIO()
-        Image.fromarray(pixels[..., 0] if len(picture) == 1 else pixels).save(content, "PNG")
-        return content.getvalue(), label
+def stored_files(source: Images, max_side: int | None, processes: int) -> Iterator[Sample]:
+    """Yield each sample's picture file, shrunk to `max_side`, and label; pixels become a PNG. Raises DataError."""
 
     def read(piece: range) -> list[Sample]:
-        samples = [(index, *stored(index)) for index in piece]
-        if shrinking is None:
-            return [(content, label) for _, content, label in samples]
-        return [(shrunk(content, shrinking, name=f"sample {index}"), label) for index, content, label in samples]
+        return [_sample(source, index, max_side) for index in piece]
 
     with progress("packing", len(source), "images") as advance:
         for samples in in_order(read, len(source), piece=_PIECE, processes=processes):
@@ -246,24 +213,38 @@ def stored_files(source: Images, shrinking: Shrinking | None, processes: int) ->
             advance(len(samples))
 
 
-def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
-    """Return a picture's file with its side brought down to the limit; the same bytes where it is small enough already.
+def _sample(source: Images, index: int, max_side: int | None) -> Sample:
+    content = source.file(index)
+    if content is not None:
+        assert source.labels is not None
+        label = int(source.labels[index])
+    else:
+        ((picture, label),) = source.images([index])
+        if len(picture) not in (1, 3):
+            raise DataError(
+                f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
+            )
+        written = io.BytesIO()
+        as_picture(picture).save(written, "PNG")
+        content = written.getvalue()
+    return content if max_side is None else shrunk(content, max_side, name=f"sample {index}"), label
+
+
+def shrunk(content: bytes, max_side: int, *, name: str) -> bytes:
+    """Return a picture's file with its shorter side shrunk to `max_side` pixels; the same bytes if it is small enough.
 
     The format stays. Colours become what training would decode: RGB or grayscale, without transparency. Raises DataError.
     """
     with opened(content, name) as picture:
-        side = (max if shrinking.longer else min)(picture.size)
-        if side <= shrinking.max_side:
+        side = min(picture.size)
+        if side <= max_side:
             return content
-        width, height = (max(1, round(length * shrinking.max_side / side)) for length in picture.size)
+        width, height = (max(1, round(length * max_side / side)) for length in picture.size)
         kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
         least = 1 + is_large(picture)
         draft = (min(_DRAFT_MARGIN * width, picture.width // least), min(_DRAFT_MARGIN * height, picture.height // least))
         picture.draft(None, draft)
-        if picture.mode == "P" and "transparency" in picture.info:
-            plain = picture.convert("RGBA").convert("RGB")
-        else:
-            plain = picture.convert("L" if is_gray(picture) else "RGB")
+        plain = converted(picture, "L" if is_gray(picture) else "RGB")
         written = io.BytesIO()
-        plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
+        plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=_QUALITY)
         return written.getvalue()

@@ -2,12 +2,10 @@
 
 Which files hold a split: in a folder, the split `train` is one file (`train.tar`) or a numbered set of them (`train-000000.tar`
 and so on, `train-00000-of-00004.tfrecord`), with anything before that (`imagenet-train-000000.tar`), or all such files of a
-sub-folder `train`. `train-{000000..000146}.tar` and `*-train-*.tar` are patterns, as WebDataset's users write them. Shards
-follow one another by their numbers.
+sub-folder `train`. `pets-train-*.tar` is a pattern. Shards follow one another by their numbers.
 
-The index is an array int64 [N, 4] in a file next to the data, or in the user's cache where that folder cannot be written. Its
-name holds a hash of the files' names, sizes and dates: when a file changes, another index is made. It is mapped into memory,
-so that millions of records cost a process nothing, and all processes of a node share it.
+The index is an array int64 [N, 4] in the user's cache (`arrays.cached`): when a file changes, another index is made. It is
+mapped into memory, so that millions of records cost a process nothing, and all processes of a node share it.
 
 WebDataset (https://github.com/webdataset/webdataset): tar files in which the members of a sample follow one another, `KEY.jpg`
 and `KEY.cls`. The key ends at the first dot of a member's name; `cls` holds the label in digits; other members are skipped.
@@ -27,16 +25,12 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import hashlib
-import json
 import os
 import re
 import struct
 import tarfile
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -44,25 +38,21 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from app.data.data_files import check_complete, numbered_sets
-from app.data.preprocessing import cache_folder, one_process_per_node, progress
+from app.data.preprocessing import progress
 from app.environment.topology import listed
 from app.errors import DataError
-from app.files.atomic_files import file_made_whole
+from app.files.atomic_files import sync
 from app.files.other_libraries import extra
-from app.tasks.image_classification.data.arrays import Mapped
+from app.tasks.image_classification.data.arrays import Mapped, cached, stamps
 from app.tasks.image_classification.data.containers import class_names, open_containers
-from app.tasks.image_classification.data.decoding import reading
-from app.tasks.image_classification.data.images import Data, Images, Stored, first_line
-from app.tasks.image_classification.data.splits import NoSplitError
+from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, reading
+from app.tasks.image_classification.data.images import Data, Images, NoSplitError, StoredImage, first_line
 from app.tasks.image_classification.sections import Sections
 
 MOST_OPEN_FILES = 128
 """Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord."""
-INDEX_FORMAT = 1
-"""Version of the index's layout, part of the file name: an index with another layout is ignored."""
 TAR_CLASSES, TAR_LABEL = "__classes__", "cls"
-TAR_IMAGES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
-"""Suffixes of images, as in torchvision's ImageFolder."""
+_INDEX = "index.npy"
 HEADER = struct.Struct("<QI")
 """Of a TFRecord: its length in bytes, and the masked CRC of these 8 bytes."""
 FOOTER = struct.Struct("<I")
@@ -71,50 +61,53 @@ Row = tuple[int, int, int]
 """For each record: offset of its content in the file, size (both in bytes), label."""
 
 
-class Shards:
-    """The files of a split, which are read in pieces by the rows of their index, int64 [N, 4].
+class RecordFiles(NamedTuple):
+    """The files of a split, and the index of their records."""
 
-    A row is the number of the file, offset and size in bytes, and the label. Files are opened when needed; the least recently
-    used are closed. A fork may share them, because a piece is read at its place and not where the file was left.
-    """
+    paths: tuple[Path, ...]
+    rows: Mapped
+    """int64 [N, 4]: number of the file, offset and size in bytes of the content, and label of each record."""
 
-    def __init__(self, paths: Sequence[Path], rows: Mapped) -> None:
-        self.paths, self.rows = tuple(paths), rows
-        self._open: OrderedDict[int, int] = OrderedDict()
+    def read(self, place: int, *, before: int = 0, after: int = 0) -> tuple[bytes, Path, int]:
+        """Return the content of a record, with so many bytes around it, its file, and where in it the content begins.
 
-    def row(self, place: int) -> tuple[int, int, int, Path]:
-        """Return number, offset and size in bytes, and file of a record."""
-        number, offset_bytes, size_bytes, _ = self.rows.array[place].tolist()
-        return number, offset_bytes, size_bytes, self.paths[number]
-
-    def read(self, number: int, offset_bytes: int, size_bytes: int) -> bytes:
-        """Return a piece of the file with this number. Raises DataError if it cannot be read, or the file is shorter."""
+        Raises DataError if the file cannot be read, or is shorter.
+        """
+        number, start, size_bytes, _ = self.rows.array[place].tolist()
         path = self.paths[number]
         with reading(path, "replace the file"):
-            if number not in self._open:
-                if len(self._open) >= MOST_OPEN_FILES:
-                    os.close(self._open.popitem(last=False)[1])
-                self._open[number] = os.open(path, os.O_RDONLY)
-            self._open.move_to_end(number)
-            piece = os.pread(self._open[number], size_bytes, offset_bytes)
-        if len(piece) < size_bytes:
-            raise DataError(f"{path} is truncated: it ends before byte {offset_bytes + size_bytes}; replace the file")
-        return piece
+            # A fork may share an open file, because a piece is read at its place and not where the file was left.
+            piece = os.pread(_opened(path, self.rows.path).descriptor, before + size_bytes + after, start - before)
+        if len(piece) < before + size_bytes + after:
+            raise DataError(f"{path} is truncated: it ends before byte {start + size_bytes + after}; replace the file")
+        return piece, path, start
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": OrderedDict()}
+
+class OpenFile:
+    """A file that is open for reading, until nothing refers to it."""
+
+    descriptor = -1
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        if self.descriptor >= 0:  # it could be opened
+            os.close(self.descriptor)
+
+
+@functools.lru_cache(MOST_OPEN_FILES)
+def _opened(path: Path, index: Path | None) -> OpenFile:  # noqa: ARG001  of another content there is another index
+    """Return an open file; the least recently used ones are closed."""
+    return OpenFile(path)
 
 
 def _split(
     folder: Path,
     split: str,
-    shards: Shards,
+    shards: RecordFiles,
     classes: tuple[str, ...],
-    read: Callable[[Shards, Sequence[int]], Iterator[Stored]],
+    read: Callable[[RecordFiles, Sequence[int]], Iterator[StoredImage]],
 ) -> Images:
     labels = shards.rows.array[:, 3]
     return Images(
@@ -137,50 +130,28 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
     only for those with `-of-`. Raises NoSplitError if there are none, DataError if one of a set is missing, or there is more
     than one set.
     """
-    is_pattern = any(sign in split for sign in "*?[{")
     with reading(f"data.path={folder}", "correct data.path"):
-        if is_pattern:
-            found = [file for pattern in _expanded(split) for file in _matching(folder, pattern)]
-        elif (folder / split).is_dir():
+        chosen = sorted(file for file in folder.glob(split) if file.is_file())
+        if (folder / split).is_dir():
             found = [file for file in (folder / split).iterdir() if _is_shard(file.name, "", suffixes)]
-        elif (folder / split).is_file():
-            found = [folder / split]
         else:
-            found = [file for file in folder.iterdir() if _is_shard(file.name, split, suffixes)]
+            found = chosen or [file for file in folder.iterdir() if _is_shard(file.name, split, suffixes)]
     if not found:
-        likely = f"{split}{suffixes[0]}, {split}-000000{suffixes[0]} and so on, and a sub-folder {split}"
         there = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
         raise NoSplitError(
-            f"{folder} contains no files for {key}={split}: looked for {split if is_pattern else likely}, "
-            f"found {listed(there, 5) or 'nothing'}; correct data.path or {key}"
+            f"{folder} contains no files for {key}={split}, such as {split}{suffixes[0]} or {split}-000000{suffixes[0]}, but "
+            f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
-    if is_pattern:
-        return found
-    return _one_set(found, f"{key}={split}", starts_at_0=(folder / split) not in (found[0].parent, found[0]))
-
-
-def _expanded(pattern: str) -> list[str]:
-    if "{" not in pattern:
-        return [pattern]
-    with extra("braces in the name of the split"):
-        import bracex
-    return [str(name) for name in bracex.expand(pattern, limit=0)]
-
-
-def _matching(folder: Path, pattern: str) -> list[Path]:
-    if any(sign in pattern for sign in "*?["):
-        found = sorted(folder.glob(pattern))
-        check_complete(
-            found,
-            f"the pattern {pattern}",
-            remedy="exclude their numbers from the pattern",
-            wanted=lambda file: fnmatch.fnmatch(str(file), str(folder / pattern)),
-            gaps_from_0=False,
-        )
-        return found
-    if not (folder / pattern).is_file():
-        raise DataError(f"{folder / pattern} is missing; copy it here, or exclude its number from the pattern")
-    return [folder / pattern]
+    if not chosen:
+        return _one_set(found, f"{key}={split}", starts_at_0=(folder / split) != found[0].parent)
+    check_complete(
+        chosen,
+        f"the pattern {split}",
+        remedy="exclude their numbers from the pattern",
+        wanted=lambda file: fnmatch.fnmatch(str(file), str(folder / split)),
+        gaps_from_0=False,
+    )
+    return chosen
 
 
 def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
@@ -196,13 +167,8 @@ def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
 def _one_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> list[Path]:
     """Return the files in the order of their numbers. Raises DataError if they are not one set, or some are missing."""
     sets = numbered_sets(files)
-    totals = sorted({shards.total or 0 for shards in sets})
-    if len(totals) > 1 and 0 not in totals:
-        raise DataError(f"{files[0].parent} contains sets of {listed(totals, 5)} shards for {what}; keep one of them")
     if len(files) > 1 and (len(sets) != 1 or len(sets[0].files) != len(files)):
-        names = [min(shards.files.values()).name for shards in sets]
-        unnumbered = {file.name for file in files}.difference(file.name for shards in sets for file in shards.files.values())
-        which = listed([*names, *sorted(unnumbered)], 5)
+        which = listed(sorted(file.name for file in files), 5)
         raise DataError(f"{what} could be any of {which} in {files[0].parent}; choose one with a pattern")
     check_complete(files, what, remedy="choose the shards to read with a pattern", gaps_from_0=starts_at_0)
     return [file for _, file in sorted(sets[0].files.items())] if sets else list(files)
@@ -211,46 +177,19 @@ def _one_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> list[Pat
 # The index -------------------------------------------------------------------------------------------------------------
 
 
-def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Row]]) -> Shards:
-    """Return the shards with the index of their records, in their order; it is kept next to the first.
+def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Row]]) -> RecordFiles:
+    """Return the files with the index of their records, in their order.
 
     `read` yields the records of a file, unless there is an index already. `kind` is all that decides, in addition to the files,
-    what it gives. Raises DataError if there are no records or the index can be kept nowhere, and what `read` raises.
+    what it gives. Raises DataError if there are no records or the index cannot be kept, and what `read` raises.
     """
-    folder, problems = files[0].parent, []
-    series, name = _index_names(files, kind)
-    for is_cache in (False, True):
-        try:
-            place = cache_folder("indexes") / _digest(str(folder.resolve())) if is_cache else folder
-            if not os.access(place / name, os.R_OK):
-                with one_process_per_node(place / ".samerun.lock"):
-                    if not (place / name).exists():
-                        _write_index(place, series, name, _table(files, read))
-            return Shards(files, Mapped.of_npy(place / name))
-        except OSError as error:
-            problems.append(f"{error.filename if is_cache else folder} ({error.strerror or error})")
-    places = " nor in ".join(problems)
-    raise DataError(f"the index of {folder} cannot be written to {places}; free space there, or set SAMERUN_CACHE")
 
+    def write(folder: Path) -> None:
+        np.save(folder / _INDEX, _table(files, read))
+        sync(folder / _INDEX)
 
-def _write_index(place: Path, series: str, name: str, table: np.ndarray) -> None:
-    """Write the index under its name, whole, and remove earlier ones of the same files. Raises OSError."""
-    before = list(place.glob(f"{series}-*"))
-    with file_made_whole(place / name) as temporary, temporary.open("wb") as file:
-        np.save(file, table)
-    for old in before:
-        with suppress(OSError):  # of another user, or gone
-            old.unlink()
-
-
-def _index_names(files: Sequence[Path], kind: str) -> tuple[str, str]:
-    """Return what the names of all indexes of these files begin with, and the name of the current one."""
-    stamps = []
-    for file in files:
-        with reading(file, "replace the file"):
-            stamps.append((file.stat().st_size, file.stat().st_mtime_ns))
-    series = f".samerun-index-{_digest(INDEX_FORMAT, kind, *(os.path.relpath(file, files[0].parent) for file in files))}"
-    return series, f"{series}-{_digest(*stamps)}"
+    folder = cached("indexes", [kind, *stamps(files)], write)
+    return RecordFiles(tuple(files), Mapped.of_npy(folder / _INDEX))
 
 
 def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.ndarray:
@@ -265,10 +204,6 @@ def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.n
     if not numbers:
         raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: no samples found")
     return np.frombuffer(numbers, np.int64).reshape(-1, 4)
-
-
-def _digest(*values: object) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 # WebDataset ------------------------------------------------------------------------------------------------------------
@@ -288,25 +223,23 @@ def _open_tar_split(folder: Path, split: str, key: str) -> Images:
     return _split(folder, split, shards, classes, _read_tar)
 
 
-def _read_tar(shards: Shards, places: Sequence[int]) -> Iterator[Stored]:
+def _read_tar(shards: RecordFiles, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
-        number, offset_bytes, size_bytes, path = shards.row(place)
-        # The member's header, read along, names it.
-        piece = shards.read(number, offset_bytes - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE + size_bytes)
+        piece, path, _ = shards.read(place, before=tarfile.BLOCKSIZE)  # the member's header names it
         member = tarfile.TarInfo.frombuf(piece[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape").name
-        yield Stored(piece[tarfile.BLOCKSIZE :], f"{member} of {path} (sample {place})")
+        yield StoredImage(piece[tarfile.BLOCKSIZE :], f"{member} of {path} (sample {place})")
 
 
 def _tar_rows(shard: Path) -> Iterator[Row]:
     """Yield the samples of a shard."""
     for key, group in groupby(_members(shard), lambda member: member[0]):
         members = list(group)
-        images = [place for _, extension, place, _ in members if extension.rpartition(".")[2].lower() in TAR_IMAGES]
+        images = [place for _, extension, place, _ in members if f".{extension}".lower().endswith(IMAGE_SUFFIXES)]
         labels = [label for *_, label in members if label is not None]
         if len(images) != 1 or len(labels) != 1:
             raise DataError(
                 f"the sample {key} of {shard} has the members {', '.join(extension for _, extension, _, _ in members)}, but "
-                f"needs exactly one image ({', '.join(TAR_IMAGES)}) and one {TAR_LABEL}; correct or remove it"
+                f"needs exactly one image ({', '.join(IMAGE_SUFFIXES)}) and one {TAR_LABEL}; correct or remove it"
             )
         yield *images[0], labels[0]
 
@@ -358,12 +291,11 @@ def open_tfrecords(recipe: Sections) -> Data:
     return open_containers(recipe, open_split)
 
 
-def _read_tfrecords(features: Features, shards: Shards, places: Sequence[int]) -> Iterator[Stored]:
+def _read_tfrecords(features: Features, shards: RecordFiles, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
-        number, offset_bytes, size_bytes, path = shards.row(place)
-        name = f"the record at byte {offset_bytes - HEADER.size} of {path} (sample {place})"
-        piece = shards.read(number, offset_bytes, size_bytes + FOOTER.size)
-        yield Stored(_encoded_and_label(_checked(piece, name), features, name)[0], name)
+        piece, path, start = shards.read(place, after=FOOTER.size)
+        name = f"the record at byte {start - HEADER.size} of {path} (sample {place})"
+        yield StoredImage(_encoded_and_label(_checked(piece, name), features, name)[0], name)
 
 
 def _tfrecord_rows(features: Features, shard: Path) -> Iterator[Row]:
