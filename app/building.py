@@ -23,7 +23,7 @@ from app.distributed import model_preparation, numerics, own_layers
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, PresetError
-from app.evaluation import Evaluation, evaluate, show
+from app.evaluation import Evaluation, evaluate
 from app.init import filling
 from app.init.units import Units
 from app.optim import parameter_groups, schedule
@@ -91,10 +91,10 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
     """Return the task's model for samples with these facts, on the CPU, with weights that depend only on the seed.
 
-    Of a task that has `init_module` it has no memory yet, and `filling.fill` gives it the units' weights.
+    If the task has `init_module`, the model has no memory yet: `filling.fill` gives it the units' weights.
 
-    Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type, and
-    RecipeError if the recipe asks of the model what it has not.
+    Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of any weights, and RecipeError for
+    patterns in train.freeze that match no parameter.
     """
     launched = runtime.launched
     if recipe.train.dtype == "float64" and launched.strategy == "deepspeed":
@@ -127,11 +127,24 @@ def form_of(runtime: Runtime, recipe: Recipe, task: Task) -> Form:
 
 def evaluation_of(
     runtime: Runtime, task: Task, model: torch.nn.Module, samples: Any, *, split: str, form: Form
-) -> Callable[[], Evaluation]:
+) -> Callable[..., Evaluation]:
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.data_ranks)
     fed = _fed(runtime, samples, batches, seed=None)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
+
+
+def evaluations(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], Evaluation]]:
+    """Return the functions that score the model, by split; the first of them has the task make texts as well."""
+    runtime, recipe, task = parts.runtime, parts.loaded.recipe, parts.task
+    samples = {split: scored_samples(recipe, parts.data, split) for split in parts.data.scored}
+    found = {split: evaluation_of(runtime, task, model, samples[split], split=split, form=parts.form) for split in samples}
+    if samples and recipe.log.examples and overrides(task, "generate_samples"):
+        split = next(iter(samples))
+        numbers = np.arange(min(len(samples[split]), recipe.log.examples, _MOST_SHOWN))
+        shown = _batch_of(runtime, samples[split], numbers)
+        found[split] = functools.partial(found[split], shown=shown, seed=recipe.seed)
+    return found
 
 
 def try_metrics(parts: Parts, model: torch.nn.Module) -> None:
@@ -142,21 +155,6 @@ def try_metrics(parts: Parts, model: torch.nn.Module) -> None:
         numbers = np.arange(parts.runtime.plan.micro_batch)
         batch = _batch_of(parts.runtime, samples, np.where(numbers < len(samples), numbers, -1))
         task.try_metrics(model, batch, parts.form)
-
-
-def texts_of(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], list[tuple[str, str]]]]:
-    """Return the function that makes the texts that the task shows, by split: validation, or else test."""
-    runtime, recipe, task = parts.runtime, parts.loaded.recipe, parts.task
-    if not overrides(task, "generate_samples") or not parts.data.scored or not recipe.log.examples:
-        return {}
-    split = next(iter(parts.data.scored))
-    samples = scored_samples(recipe, parts.data, split)
-    numbers = np.arange(min(len(samples), recipe.log.examples, _MOST_SHOWN))
-
-    def texts() -> list[tuple[str, str]]:
-        return show(runtime.device, task, model, _batch_of(runtime, samples, numbers), form=parts.form, seed=recipe.seed)
-
-    return {split: texts}
 
 
 def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:

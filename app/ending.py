@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from app import building, tasks
@@ -14,7 +13,6 @@ from app.loop import Finished, Stopped, Training
 from app.opening import Opened
 from app.recipe import recipe_file
 from app.runs import ledger, model_card, run_folder
-from app.runs.claim import Claim
 from app.task import overrides
 
 
@@ -46,17 +44,24 @@ def finish(training: Training, data: Splits, opened: Opened, ended: Finished | S
 
 def _write_result(training: Training, data: Splits, opened: Opened, ended: Finished) -> str:
     """Write weights and result, and return the last words of the run."""
-    runtime = training.runtime
+    runtime, task, facts = training.runtime, training.task, data.train.facts
     training_s = training.metrics.clock.training_s
     with training.checkpoints.finished_weights(ended.step) as weights, runtime.together():
         if runtime.is_main:
+            files: dict[str, bytes] = {}
+            if overrides(task, "export_files"):
+                metrics = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
+                info: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": metrics}
+                info["run"] = run_folder.read_json(opened.claim.path / run_folder.RUN)
+                card = tasks.card(training.recipe.task, facts, info["recipe"])
+                files = {**task.export_files(facts, info), model_card.FILE: model_card.written(card, info)}
             stored_weights.save(
                 opened.claim,
-                stored_weights.described(training.recipe, data.train.facts),
-                stored_weights.merged(weights, training.task.adapters(unwrapped(training.model))),
-                _beside(training, data, opened.claim, ended),
+                stored_weights.described(training.recipe, facts),
+                stored_weights.merged(weights, task.adapters(unwrapped(training.model))),
+                files,
             )
-    steps = ended.step - training.first_step  # none where a finished run was taken up again
+    steps = ended.step - training.first_step  # none if a finished run was resumed
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     scored: dict[str, Any] = {}
     for scores in ended.scores.values():
@@ -76,24 +81,12 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     with runtime.together():
         if runtime.is_main:
             for split, scores in list(ended.scores.items())[-1:]:  # the test split, or else validation
-                if scores.rows is not None and overrides(training.task, "write_outputs"):
+                if scores.rows is not None and overrides(task, "write_outputs"):
                     samples = building.scored_samples(training.recipe, data, split)
                     with opened.claim.staged(run_folder.predictions(split)) as folder:
                         folder.mkdir()
-                        training.task.write_outputs(folder, samples, scores.rows)
+                        task.write_outputs(folder, samples, scores.rows)
             opened.claim.write_json(run_folder.RESULT, result)
-    monitored, unit = training.task.monitor[0], training.task.count_unit
-    speed = result[f"{unit}_per_s"]
-    words = "".join(f"{scores.in_words(monitored)} on {scores.samples:,} samples; " for scores in ended.scores.values())
+    unit, speed = task.count_unit, result[f"{task.count_unit}_per_s"]
+    words = "".join(f"{scores.in_words(task.monitor[0])} on {scores.samples:,} samples; " for scores in ended.scores.values())
     return f"{words}{'no steps were left' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
-
-
-def _beside(training: Training, data: Splits, claim: Claim, ended: Finished) -> Mapping[str, bytes]:
-    """Return the files that the task's library needs next to the weights."""
-    if not overrides(training.task, "export_files"):
-        return {}
-    scores = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
-    info: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
-    info["run"] = run_folder.read_json(claim.path / run_folder.RUN)
-    card = tasks.card(training.recipe.task, data.train.facts, info["recipe"])
-    return {**training.task.export_files(data.train.facts, info), model_card.FILE: model_card.written(card, info)}

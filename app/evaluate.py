@@ -1,11 +1,11 @@
 """Evaluates a finished run: `samerun evaluate RUN [--split validation] [--best] [--json] [key=value ...]`.
 
-RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
-on which text.
+RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`,
+names the text.
 
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. Under a preset that divides the
-model each reads its share, if the task draws its weights (`init_module`). The run's own recipe says which data; `data.*`
-overrides point it elsewhere. Classes of other data are matched with the run's by their names.
+model each reads its share, if the task draws its weights (`init_module`). The run's own recipe names the data; `data.*`
+overrides name other data. Classes of other data are matched with the run's by their names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,12 @@ def main(argv: list[str] | None = None) -> None:
     launched = Launched()
     try:
         arguments = parser.parse_all(argv)
-        _refuse_ignored(arguments.overrides)
+        keys = [word.partition("=")[0].strip() for word in arguments.overrides]
+        if ignored := [key for key in keys if key.partition(".")[0] in _IGNORED and key not in _USED]:
+            raise UsageError(
+                f"{', '.join(ignored)}: it has no effect here, because the model is that of the run; give data.* or one of "
+                f"{', '.join(_USED)}"
+            )
         launched = read(own_environment())
         with exits_refused():
             scores = _score(launched, arguments)
@@ -70,16 +75,6 @@ def main(argv: list[str] | None = None) -> None:
     if launched.rank == 0:
         plain = {"split": scores.split, "samples": scores.samples, **scores.scores, **scores.tables}
         sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else printable(_table(scores)))
-
-
-def _refuse_ignored(overrides: Sequence[str]) -> None:
-    """Raise UsageError for a key that has no effect here: the model and its weights are those of the run."""
-    given = [word.partition("=")[0].strip() for word in overrides]
-    if ignored := [key for key in given if key.partition(".")[0] in _IGNORED and key not in _USED]:
-        raise UsageError(
-            f"{', '.join(ignored)}: it has no effect here, because the model is that of the run; give data.* or one of "
-            f"{', '.join(_USED)}"
-        )
 
 
 def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
@@ -95,8 +90,6 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
         arguments.best or (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
     )
     recipe = _recipe(arguments, is_ours=is_ours)
-    at = recipe.task if task_file.is_own(recipe.task) else None
-    place = step_folders.choose_best(arguments.run) if arguments.best else arguments.run
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
@@ -113,8 +106,9 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
             raise DataError(f"the data has no {split} split: give --split {' or '.join(known)}")
         samples = data.train if split == "train" else building.scored_samples(recipe, data, split)
         if is_ours:
+            place = step_folders.choose_best(arguments.run) if arguments.best else arguments.run
             built = functools.partial(filling.to_read_into, runtime, dtype)
-            _, model, facts = stored_weights.load(place, at, built=built)
+            _, model, facts = stored_weights.load(place, recipe.task if task_file.is_own(recipe.task) else None, built=built)
             samples = mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
             model = _load_folder(runtime, dtype, task, arguments.run, samples.facts)
@@ -153,25 +147,14 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
         if arguments.recipe is not None:
             raise UsageError(f"--recipe is for a transformers folder: {arguments.run} has its own recipe")
         if not arguments.best:
-            run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # its error says that the run is not finished
-        return _run_recipe(str(arguments.run / run_folder.RECIPE), arguments.overrides)
+            run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # raises for a run that is not finished
+        return recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
     kinds = recipe_keys.kinds(_FOLDER_TASK)
     values = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
     values |= {"task": _FOLDER_TASK, "model.path": str(arguments.run), "model.dropout": "0"}
     values |= {} if arguments.recipe else {"data.sequence_length": "null"}
     words = recipe_file.replaced([f"{key}={value}" for key, value in values.items()], arguments.overrides)
     return recipe_file.load(arguments.recipe or _FOLDER_RECIPE, words).recipe
-
-
-def _run_recipe(recipe: str, overrides: list[str]) -> Recipe:
-    """Return a run's recipe with overrides, without `data.leave_out` if they name other data: the list is for the run's own."""
-    loaded = recipe_file.load(recipe, overrides).recipe
-    given = [word.partition("=")[0] for word in overrides]
-    left_out = getattr(getattr(loaded.sections, "data", None), "leave_out", None)
-    if left_out is None or "data.leave_out" in given or not {"data.path", "data.source"} & {*given}:
-        return loaded
-    sys.stderr.write(f"note: data.leave_out={left_out} belongs to the run's own data, and is ignored here\n")
-    return recipe_file.load(recipe, [*overrides, "data.leave_out=null"]).recipe
 
 
 def _table(scores: Evaluation) -> str:

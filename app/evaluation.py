@@ -6,7 +6,7 @@ are counts and sums, never means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,8 @@ class Evaluation:
     """Scores of several named things each, such as classes."""
     rows: Tensor | None = field(compare=False, repr=False)
     """The task's values for each sample, float64 [samples, R] on the CPU, in the order of the samples."""
+    texts: Sequence[tuple[str, str]] = field(default=(), compare=False)
+    """Titles and texts that the task made of a few samples."""
 
     def as_metrics(self) -> dict[str, float]:
         """Return the scores by the names they have in the run folder."""
@@ -62,10 +64,13 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
     split: str,
     size: int,
     form: Form,
+    shown: Batch | None = None,
+    seed: int = 0,
 ) -> Evaluation:
     """Return the scores of `model` on the `size` samples of a prepared `loader`; all ranks call it and get the same.
 
-    Raises DataError if not every sample was counted exactly once.
+    With the batch `shown` the task makes texts. torch's generators, seeded by `seed`, draw the same for them on every rank and
+    each time, and continue afterwards where they were. Raises DataError if not every sample was counted exactly once.
     """
     was_training = model.training
     runtime.average_buffers(model)
@@ -82,6 +87,13 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         numbers.append(batch["samples"])
         if found.rows is not None:
             rows.append(found.rows)
+    texts: list[tuple[str, str]] = []
+    if shown is not None:
+        with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            copied = {name: it.clone() if isinstance(it, Tensor) else it for name, it in shown.items()}
+            made = task.generate_samples(model, task.preprocess(copied, None, form=form))
+        texts = [(_legible(title), _legible(text)) for title, text in made]
     parameter_groups.set_training(model, mode=was_training)
     counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
@@ -100,24 +112,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         totals = {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}
     # From one rank for all: they decide by scores what they do next.
     scores, tables = runtime.from_main(task.reduce_metrics(totals, gathered))
-    return Evaluation(split, counted, scores, tables, gathered)
-
-
-@torch.no_grad()
-def show(
-    device: torch.device, task: Task, model: torch.nn.Module, batch: Batch, *, form: Form, seed: int
-) -> list[tuple[str, str]]:
-    """Return the titles and texts that the task makes with `model` of a batch; all ranks call it, with the same.
-
-    The generators draw the same on every rank and each time, and continue afterwards where they were.
-    """
-    was_training = model.training
-    model.eval()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        texts = task.generate_samples(model, task.preprocess(batch, None, form=form))
-    parameter_groups.set_training(model, mode=was_training)
-    return [(_legible(title), _legible(text)) for title, text in texts]
+    return Evaluation(split, counted, scores, tables, gathered, texts)
 
 
 def _legible(text: str) -> str:

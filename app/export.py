@@ -7,7 +7,7 @@
     config.json, ...    of a language model: what makes the folder one that transformers loads
 
 Weights of more than `--part-gb` are parts, model-00001-of-00004.safetensors and so on, with model.safetensors.index.json,
-which says where each tensor is: so transformers divides them too.
+which has the file of each tensor, as transformers splits them.
 
 The bytes go from the checkpoint's files to the new one in chunks of a few MiB, so the machine may have far less memory
 than the model needs, and neither torch nor a device is wanted. What is damaged is not exported, and each file appears whole
@@ -85,7 +85,7 @@ def export(
     file that belongs next to them no longer exists.
     """
     alone = out.suffix == ".safetensors"
-    folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader, program))
+    folder, others = (out.parent, dict[str, bytes]()) if alone else (out, _other_files(reader, program))
     contents = reader.contents(key)
     if (adapters := _adapters(reader)) is not None:
         from app.checkpoints import stored_weights  # adds up with torch, which nothing else here needs
@@ -94,10 +94,8 @@ def export(
     parts, index = ({out.name: contents}, dict[str, bytes]()) if alone else _parts(contents, part_bytes)
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
-    _check_replacing(older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}, force=force)
-    with disk_errors(folder, "written"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (beside | parts | index).items():
+    _check_replacing([*older, *weights, *(folder / name for name in others)], force=force)
+    for name, content in (others | parts | index).items():
         _put(folder / name, content)
     for path in older - set(weights):  # or they would be taken for the model
         with disk_errors(path, "removed"):
@@ -117,15 +115,17 @@ def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> No
             f"--to {options.to} is not for language models: export the folder without it, and convert it with "
             "`optimum-cli export` (pip install optimum), which supports key-value caches."
         )
-    earlier = (out / PROGRAMS[options.to], *out.glob("model*.safetensors*"))  # now, because making the program takes longer
-    _check_replacing({path for path in earlier if path.exists()}, force=options.force)
+    # Now, because making the program takes longer.
+    _check_replacing([out / PROGRAMS[options.to], *out.glob("model*.safetensors*")], force=options.force)
 
 
-def _check_replacing(existing: set[Path], *, force: bool) -> None:
+def _check_replacing(paths: Sequence[Path], *, force: bool) -> None:
     """Raise RunFolderError if files exist that are not to be replaced."""
+    existing = sorted({path for path in paths if path.exists()})
     if existing and not force:
-        named = ", ".join(map(str, sorted(existing)))
-        raise RunFolderError(f"{named} exists already: choose another --out, or replace it with --force.")
+        raise RunFolderError(
+            f"{', '.join(map(str, existing))} exists already: choose another --out, or replace it with --force."
+        )
 
 
 def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool, part_bytes: int) -> list[Path]:
@@ -158,10 +158,8 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
     if adapters is None:
         raise RunFolderError(f"{reader.folder} has no adapters: its run had no model.lora_rank. Leave --adapter out.")
     about, weights = out / "adapter_config.json", out / "adapter_model.safetensors"
-    _check_replacing({path for path in (about, weights) if path.exists()}, force=force)
+    _check_replacing([about, weights], force=force)
     base = {"base_model_name_or_path": reader.state["recipe"].get("train.init_from")}
-    with disk_errors(out, "written"):
-        out.mkdir(parents=True, exist_ok=True)
     _put(about, (json.dumps({**adapters.about, **base}, indent=2) + "\n").encode())
     whole = reader.contents(key)
     _put(weights, {there: whole[name] for name, there in adapters.alone.items()})
@@ -177,17 +175,18 @@ def _adapters(reader: Reader) -> Adapters | None:
         return None
     from app.init import filling
 
-    task = tasks.of(recipe_keys.build(_as_recipe(state["recipe"])))
+    task = _task(state["recipe"])
     model, _ = filling.made(task, state["model"]["facts"], seed=0)
     found: Adapters | None = task.adapters(model)
     return found
 
 
-def _as_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+def _task(values: Mapping[str, Any]) -> Any:
+    """Return the task of a recipe, given by keys and values as JSON has them."""
+    return tasks.of(recipe_keys.build({key: tuple(it) if isinstance(it, list) else it for key, it in values.items()}))
 
 
-def _beside(reader: Reader, program: str) -> dict[str, bytes]:
+def _other_files(reader: Reader, program: str) -> dict[str, bytes]:
     """Return the files that rebuild the model, and those that the task's library needs, by name."""
     state = reader.state
     task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
@@ -205,7 +204,7 @@ def _beside(reader: Reader, program: str) -> dict[str, bytes]:
         model_card.FILE: model_card.written(tasks.card(task, facts, state["recipe"]), info),
     }
     if task in tasks.WITH_FOLDERS:
-        files |= tasks.of(recipe_keys.build(_as_recipe(state["model"]["recipe"]))).export_files(facts, info)
+        files |= _task(state["model"]["recipe"]).export_files(facts, info)
     return files
 
 
@@ -215,8 +214,8 @@ def _scores(run: Path, step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for _, _, values in Lines(path) if path.exists() else ():
         if values.get("step") == step:
-            scores = {name: it for name, it in values.items() if name.startswith(("validation_", "test_"))}
-            found |= {name: score for name, score in scores.items() if isinstance(score, float)}
+            names = [name for name in values if name.startswith(("validation_", "test_"))]
+            found |= {name: values[name] for name in names if isinstance(values[name], float)}
     return found
 
 
@@ -237,6 +236,8 @@ def _parts(contents: Mapping[str, Content], part_bytes: int) -> tuple[dict[str, 
 
 def _put(path: Path, content: bytes | Mapping[str, Content]) -> None:
     """Write a file whole, or not at all: bytes, or tensors. Raises CheckpointError."""
+    with disk_errors(path.parent, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(path, "written"), file_made_whole(path) as temporary:
         if isinstance(content, bytes):
             temporary.write_bytes(content)

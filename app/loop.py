@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from app.checkpoints.checkpoint import Checkpoints
-from app.checkpoints.sharded_state import WeightAverage, unwrapped
+from app.checkpoints.sharded_state import WeightAverage
 from app.console import Display
-from app.data.samples import Batch
 from app.distributed.runtime import Runtime
-from app.errors import DataError, TrainingError
+from app.errors import TrainingError
 from app.evaluation import Evaluation
 from app.feed import Feed
 from app.guard.control import Control, Patience, Request
@@ -22,7 +21,7 @@ from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
 from app.recipe.schema import Recipe
-from app.task import Loss, Task
+from app.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,6 @@ class Training:
     learning_rate_at: Callable[[int], float]
     evaluations: Mapping[str, Callable[[], Evaluation]]
     """Evaluations by split: `validation` runs during training, and each of them at the end."""
-    texts: Mapping[str, Callable[[], list[tuple[str, str]]]]
-    """Titles and texts that the task shows after an evaluation, by split."""
     patience: Patience
     metrics: Metrics
     profile: Profile
@@ -86,7 +83,7 @@ def train(run: Training) -> Finished | Stopped:
             step += 1
             run.metrics.end_step(step, taken, run.feed.total)
             ends, is_evaluated = step == run.length.total_steps, _is_evaluated(run, step)
-            scores = _score(run, "validation", step) if ends or is_evaluated else None
+            scores = _score(run, "validation", step) if "validation" in run.evaluations and (ends or is_evaluated) else None
             run.patience.see(scores if is_evaluated else None)  # a longer run has none after the last step
             is_last = ends or run.patience.is_out
             if step % run.recipe.log.every_steps == 0 or is_last:
@@ -103,7 +100,7 @@ def train(run: Training) -> Finished | Stopped:
     why_early = run.patience.why if step < run.length.total_steps else ""
     if why_early:
         run.display.say(f"ends after step {step} of {run.length.total_steps}: {why_early}")
-    return Finished(step, why_early, {split: found for split, found in scores_by_split.items() if found})
+    return Finished(step, why_early, scores_by_split)
 
 
 def _take_step(run: Training, step: int) -> Step:
@@ -111,33 +108,9 @@ def _take_step(run: Training, step: int) -> Step:
     for batch, weight in run.feed.passes(step):
         with run.steps.micro_batch():
             loss = run.task.loss(run.model, batch)
-            if step == 0:
-                _check_first(run, loss, batch)
             run.steps.backward(loss.mean, weight)
         run.metrics.add(loss, batch["samples"])
     return run.steps.take(run.learning_rate_at(step))
-
-
-def _check_first(run: Training, loss: Loss, batch: Batch) -> None:
-    """Raise an error, on all ranks, if a loss of the first step is not finite: it is that of the initial weights, which are."""
-    mean = loss.mean.detach()
-    with run.runtime.together():
-        if mean.isfinite():
-            return
-        for name, field in batch.items():
-            if isinstance(field, torch.Tensor) and field.is_floating_point() and not (finite := field.isfinite()).all():
-                row, samples = int((~finite).nonzero()[0, 0]) if field.ndim else 0, batch["samples"]
-                where = f"sample {int(samples[row])}" if field.ndim and len(field) == len(samples) else "the first batch"
-                raise DataError(
-                    f"the loss of the first step is {float(mean)}, and the field {name!r} of {where} contains "
-                    f"{float(field[~finite][0])}, as the model gets it: correct or remove such samples, or what prepares them."
-                )
-        name = type(unwrapped(run.model)).__name__.removeprefix("FSDP")
-        raise TrainingError(
-            f"the loss of the first step is {float(mean)}, although the initial weights and the batch are finite: look in the "
-            f"forward pass of {name} and in the task's loss for a division by zero, the logarithm of zero, or a number too "
-            "large for the precision."
-        )
 
 
 def _log(run: Training, step: int, *, is_last: bool) -> None:
@@ -171,15 +144,12 @@ def _is_evaluated(run: Training, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _score(run: Training, split: str, step: int) -> Evaluation | None:
-    """Score the weights after this step; None if there is no such split."""
-    if split not in run.evaluations:
-        return None
+def _score(run: Training, split: str, step: int) -> Evaluation:
+    """Score the weights after this step."""
     epoch = (step - 1) // run.length.steps_per_epoch
     with run.metrics.clock.paused(), run.average.applied():
         scores = run.evaluations[split]()
-        texts = run.texts[split]() if split in run.texts else []
-    run.metrics.record_texts(step, texts)
+    run.metrics.record_texts(step, scores.texts)
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch + 1}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -52,13 +53,8 @@ def source_commit() -> str | None:
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}+changes" if git("status", "--porcelain", "--untracked-files=no") else commit or None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+changes", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 @dataclass(frozen=True)
@@ -75,25 +71,25 @@ class Opened:
     """The preset's name, on the main process, if the command line that launched it has one."""
 
 
-def find_checkpoint(parts: Parts, run_dir: str | None, resume: str, *, changed_task: bool = False) -> Resumed | None:
+def find_checkpoint(parts: Parts, options: Namespace) -> Resumed | None:
     """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
 
-    `changed_task`: the user's task file may differ from the checkpoint's.
-
-    Raises CheckpointError, on all ranks, for one that cannot be used.
+    With --changed-task the user's task file may differ from the checkpoint's. Raises CheckpointError, on all ranks, for a
+    checkpoint that cannot be used.
     """
+    run_dir, resume = options.run_dir, options.resume
     if resume == checkpoint.NEVER or (resume == checkpoint.AUTO and run_dir is None):
         return None
     runtime, recipe = parts.runtime, parts.loaded.recipe
-    place = Path(run_dir if resume == checkpoint.AUTO and run_dir else resume)
+    place = Path(run_dir if resume == checkpoint.AUTO else resume)
     with runtime.together():
         if runtime.is_main and run_dir is not None:
             run_folder.refuse_links(Path(run_dir))
     folder = checkpoint.find(runtime, place)
     with runtime.together():
         if folder is not None:
-            sources = tasks.sources(recipe.task)
-            return check_same_run(folder, recipe, parts.data.facts, parts.length, sources=sources, may_differ=changed_task)
+            sources, may_differ = tasks.sources(recipe.task), options.changed_task
+            return check_same_run(folder, recipe, parts.data.facts, parts.length, sources=sources, may_differ=may_differ)
         if resume != checkpoint.AUTO:
             raise CheckpointError(
                 f"--resume is {resume}, where there is no checkpoint: give auto, never, or the path of a checkpoint."
@@ -104,36 +100,30 @@ def find_checkpoint(parts: Parts, run_dir: str | None, resume: str, *, changed_t
 
 
 def open_run_folder(
-    parts: Parts,
-    wanted: str | None,
-    *,
-    trackers: Sequence[str],
-    job: SchedulerJob,
-    origin: Resumed | str | None,
-    look_again: Callable[[], Resumed | None] | None,
+    parts: Parts, options: Namespace, *, trackers: Sequence[str], job: SchedulerJob, origin: Resumed | str | None
 ) -> Opened:
     """Claim the run folder on the main process, write what is known at the start, and start the trackers.
 
-    With `look_again` the folder may contain a run already, which continues, or starts anew if it had no checkpoint yet.
+    With --resume auto the folder may contain a run already, which continues, or starts anew if it has no checkpoint yet.
 
-    `origin` is the checkpoint that the run continues from, or the place of its initial weights; another start may save until
-    the folder is claimed, and then `look_again` finds its checkpoint. Comes after all that can be wrong with a run, so that a
-    corrected one can use the same folder.
+    `origin` is the checkpoint that the run continues from, or the place of its initial weights. Another start may save until
+    the folder is claimed: its checkpoint is then found. Comes after all that can be wrong with a run, so that a corrected one
+    can use the same folder.
     """
     runtime, loaded, task = parts.runtime, parts.loaded, parts.task
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
     ours: Claim | None = None
-    is_newer = False
+    is_newer, may_exist = False, options.resume == checkpoint.AUTO
     with runtime.together():
         if runtime.is_main:
-            folder, errors = run_folder.choose(wanted, loaded.name, may_exist=look_again is not None), runtime.launched.errors
+            folder, errors = run_folder.choose(options.run_dir, loaded.name, may_exist=may_exist), runtime.launched.errors
             ours = claim(folder, errors.name if errors else None)
             committed = step_folders.committed(ours.path)
             if not committed:
                 run_folder.refuse_finished(ours.path)
             is_newer = bool(committed) and not (isinstance(origin, Resumed) and committed[0] == origin.folder)
-    if runtime.from_main(is_newer) and look_again is not None:
-        origin = look_again() or origin
+    if runtime.from_main(is_newer) and may_exist:
+        origin = find_checkpoint(parts, options) or origin
     resumed = origin if isinstance(origin, Resumed) else None
     first_step = resumed.step if resumed else 0
     started, preset = Trackers(), launched_preset(runtime.launched.preset_file) if runtime.is_main else None
@@ -175,7 +165,7 @@ def _before(origin: Resumed | str | None, earlier: Path) -> dict[str, Any]:
     found = {"resumed_from": str(origin.folder), "resumed_step": origin.step}
     try:
         before = run_folder.read_json(earlier) if earlier.exists() else {}
-    except RunFolderError as error:
+    except RunFolderError as error:  # after a power loss
         print(f"note: {error} It is written again, without the values of the run's first start.", flush=True)  # noqa: T201
         before = {}
     return {"init_from": before["init_from"], **found} if "init_from" in before else found

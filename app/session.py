@@ -80,19 +80,21 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
     }
     handshake.check_agreement(runtime.gather, runtime.device, facts)
     assert drawn in (None, weights), f"drawn were {drawn}, but the ranks together hold {weights}"
-    parts = Parts(runtime, loaded, task, data, form, model, length, rule, dropout, counted, notes)
-    if is_own:
+    if is_checked:
         with runtime.together():
-            rules.check_kept(recipe, task, model)
-            if is_checked:
-                _check_rules(parts)
-                dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
-            else:
-                notes.append(
-                    f"whether {task_file.name_of(recipe.task)} keeps the rules of the same run is not checked, because the "
-                    "whole model is too large for a process: `samerun parity --quick` checks it with a smaller one"
-                )
-    return parts
+            whole, draws = model, dropout
+            if model_tensors.is_sharded(model):
+                whole = filling.whole_model(task, data.train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
+                draws = sample_dropout.give_to_samples(whole, recipe.seed)
+            rules.check(runtime, recipe, task, data.train, whole, dropout=draws, form=form)
+            dropout.growing, dropout.left = draws.growing, draws.left
+            dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
+    elif is_own:
+        notes.append(
+            f"whether {task_file.name_of(recipe.task)} keeps the rules of the same run is not checked, because the whole model "
+            "is too large for a process: `samerun parity --quick` checks it with a smaller one"
+        )
+    return Parts(runtime, loaded, task, data, form, model, length, rule, dropout, counted, notes)
 
 
 def _without_data(
@@ -120,29 +122,19 @@ def _without_data(
         return [], 0.0
 
 
-def _check_rules(parts: Parts) -> None:
-    """Raise TrainingError for a rule that the user's task breaks, and find the dimension of dropout's inputs with samples."""
-    recipe, train, whole, draws = parts.loaded.recipe, parts.data.train, parts.model, parts.dropout
-    if model_tensors.is_sharded(whole):
-        whole = filling.whole_model(parts.task, train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
-        draws = sample_dropout.give_to_samples(whole, recipe.seed)
-    rules.check(parts.runtime, recipe, parts.task, train, whole, dropout=draws, form=parts.form)
-    parts.dropout.growing, parts.dropout.left = draws.growing, draws.left
-
-
 def prepare(parts: Parts, opened: Opened) -> Training:
-    """Distribute the model as the preset says, load a checkpoint, and return everything that the loop uses."""
+    """Distribute the model as the preset defines, load a checkpoint, and return everything that the loop uses."""
     runtime, recipe, task, data, length = parts.runtime, parts.loaded.recipe, parts.task, parts.data, parts.length
     launched, resumed, claim = runtime.launched, opened.resumed, opened.claim
     first_step = resumed.step if resumed else 0
     display = _display(parts, claim.path)
-    minutes = recipe.checkpoint.every_minutes
+    minutes, num_parameters = recipe.checkpoint.every_minutes, sum(parts.rule.sizes.values())
     control = Control(
         runtime,
         claim,
         total_steps=length.total_steps,
         # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
-        state_bytes=16 * sum(parts.rule.sizes.values()),
+        state_bytes=16 * num_parameters,
         save_every_s=None if minutes is None else 60 * minutes,
     )
     frozen_file = checkpoint.settle_frozen(runtime, claim, parts.model, resumed.folder if resumed else None)
@@ -150,14 +142,13 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         runtime, task, parts.model, parameter_groups.build_optimizer(recipe.optim, parts.model, parts.rule)
     )
     handshake.check_prepared(runtime.accelerator, launched, model, recipe.optim.clip_norm)
-    peak_flops_per_s = flops.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision)
     metrics = Metrics(
         runtime,
         claim,
         opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,
         flops_per_sample=parts.flops_per_sample,
-        peak_flops_per_s=peak_flops_per_s,
+        peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),
         log=recipe.log,
         unit=task.count_unit,
         first_step=first_step,
@@ -217,13 +208,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
             steps_per_epoch=length.steps_per_epoch,
             total_steps=length.total_steps,
         ),
-        evaluations={
-            split: building.evaluation_of(
-                runtime, task, model, building.scored_samples(recipe, data, split), split=split, form=parts.form
-            )
-            for split in data.scored
-        },
-        texts=building.texts_of(parts, model),
+        evaluations=building.evaluations(parts, model),
         patience=patience,
         metrics=metrics,
         profile=profile,
@@ -280,9 +265,6 @@ def _check_validation(recipe: Recipe, data: Splits) -> None:
     keys += [] if evaluations is None else [f"train.stop_after_evaluations_without_gain={evaluations}"]
     if keys and data.validation is None:
         raise RecipeError(
-            *(
-                f"{key} needs validation scores, and the data has no validation split: give it one, or set "
-                "train.validation_fraction, for example to 0.1, which holds out training samples"
-                for key in keys
-            )
+            f"{' and '.join(keys)} needs validation scores, and the data has no validation split: give it one, or set "
+            "train.validation_fraction, for example to 0.1, which holds out training samples"
         )

@@ -80,7 +80,7 @@ class Scores:
     """The scores of a model on B samples, without padding."""
 
     sums: Mapping[str, tuple[Tensor, Tensor]]
-    """Sum and count by name, float64 and of one shape, added up over all batches and ranks. Those of your own task may have
+    """Sum and count by name, float64 and of one shape, added up over all batches and ranks. In your own task they may have
     any type, and a count may be a single number."""
     rows: Tensor | None = None
     """float64 [B, R]: values to keep for each sample, gathered in the order of the samples."""
@@ -106,7 +106,7 @@ class Form:
 
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
-    """That of inputs [B, C, H, W]."""
+    """Memory format of inputs [B, C, H, W]."""
 
 
 class LowRank(NamedTuple):
@@ -122,7 +122,7 @@ class LowRank(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """How a model with adapters (small trained matrices beside frozen layers) is written into files of plain weights."""
+    """How a model with adapters (small trained matrices next to frozen layers) is written into files of plain weights."""
 
     names: Mapping[str, str]
     """Names in the file of parameters that have another name in the model."""
@@ -131,7 +131,7 @@ class Adapters(NamedTuple):
     alone: Mapping[str, str]
     """The adapter matrices, and their names in a file with adapters only."""
     about: Mapping[str, Any]
-    """JSON to write beside such a file."""
+    """JSON to write next to such a file."""
 
 
 class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model)
@@ -160,7 +160,7 @@ class Task:
     may return only the scores.
 
     Methods that raise NotImplementedError here have no default: the three above are required, and the application asks
-    `overrides` before it calls another. Its docstring says what happens without it.
+    `overrides` before it calls another. Its docstring describes what happens without it.
 
     Samples may weigh differently, as texts do by their number of tokens. Then either the samples have `count(indices) -> int64
     [B]`, which gives the weights before the data is read, or the task has `count(batch)`. With neither, each sample counts 1.
@@ -205,7 +205,7 @@ class Task:
         return {}
 
     def metadata_without_data(self) -> Mapping[str, Any] | None:
-        """Return what the recipe alone tells of the samples' metadata, to plan with. None: nothing. Raises DataError."""
+        """Return the samples' metadata that the recipe alone defines, to plan with. None: none of it. Raises DataError."""
 
     def model(self, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network for samples with this metadata, on the CPU, in training mode, in float32.

@@ -6,13 +6,10 @@ Puts the parts together and runs them; decides nothing.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from app import options
 from app.environment.launched import Launched, errors_folder, read, read_job
@@ -33,9 +30,6 @@ from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
 from app.runs import failure
 from app.runs.failure import Recorder
-
-if TYPE_CHECKING:
-    from app.distributed.runtime import Runtime
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,16 +66,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _train(
-    launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace, lifeline: Lifeline, recorder: Recorder
+    launched: Launched, loaded: LoadedRecipe, options_given: argparse.Namespace, lifeline: Lifeline, recorder: Recorder
 ) -> bool:
-    """Train, and return whether the run was stopped before its end."""
+    """Train, and return True if the run was stopped before its end."""
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
-    trackers = options.trackers(arguments.trackers)
+    trackers = options.trackers(options_given.trackers)
     # Slow imports come after all checks that do not need them.
+    from app import ending, opening, session
+    from app.checkpoints import initial_weights
+    from app.distributed import handshake, numerics
     from app.distributed.runtime import Runtime
+    from app.guard.watchdog import Watchdog
+    from app.init import model_tensors
+    from app.loop import Stopped, train
     from app.planning.out_of_memory import out_of_memory_explained
 
     runtime = Runtime(
@@ -90,57 +90,29 @@ def _train(
         clip_norm=recipe.optim.clip_norm,
         tf32=recipe.train.tf32,
         deterministic=recipe.train.deterministic,
-        hang_timeout_s=arguments.hang_timeout,
-        workers=arguments.workers,
+        hang_timeout_s=options_given.hang_timeout,
+        workers=options_given.workers,
     )
     with out_of_memory_explained(runtime, recipe):
-        return _run(runtime, loaded, arguments, trackers, lifeline, recorder)
-
-
-def _run(
-    runtime: Runtime,
-    loaded: LoadedRecipe,
-    arguments: argparse.Namespace,
-    trackers: Sequence[str],
-    lifeline: Lifeline,
-    recorder: Recorder,
-) -> bool:
-    """Train with these processes; returns as `_train`."""
-    from app import ending, opening, session
-    from app.checkpoints import initial_weights
-    from app.distributed import handshake, numerics
-    from app.guard.watchdog import Watchdog
-    from app.init import model_tensors
-    from app.loop import Stopped, train
-
-    handshake.check_group(runtime.accelerator, runtime.launched, runtime.plan)
-    parts = session.agree(runtime, loaded)
-    find = functools.partial(
-        opening.find_checkpoint, parts, arguments.run_dir, arguments.resume, changed_task=arguments.changed_task
-    )
-    recipe, resumed = loaded.recipe, find()
-    folder = resumed.folder if resumed else None
-    initial = initial_weights.load(runtime, parts.task, parts.model, recipe.train, resumed=folder)
-    if resumed is None:
-        model_tensors.check_finite(runtime, parts.model, initial or f"the task {recipe.task}")
-    opened = opening.open_run_folder(
-        parts,
-        arguments.run_dir,
-        trackers=trackers,
-        job=read_job(os.environ),
-        origin=resumed or initial,
-        look_again=find if arguments.resume == "auto" else None,
-    )
-    recorder.folder = recorder.folder or opened.claim.path / failure.FOLDER / opened.claim.place.name
-    training = session.prepare(parts, opened)
-    # The lifeline lives as long as the process. With the whole training it would keep the loaders, whose workers, which hear no
-    # signal, Python would then wait for at its end.
-    with training.control as control:
-        lifeline.spare_if(lambda: control.is_asked_to_stop)
-        watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=arguments.hang_timeout)
-        with watchdog, numerics.refusals_named():
-            ended = train(training)
-        ending.finish(training, parts.data, opened, ended)
+        handshake.check_group(runtime.accelerator, launched, plan)
+        parts = session.agree(runtime, loaded)
+        resumed = opening.find_checkpoint(parts, options_given)
+        folder = resumed.folder if resumed else None
+        initial = initial_weights.load(runtime, parts.task, parts.model, recipe.train, resumed=folder)
+        if resumed is None:
+            model_tensors.check_finite(runtime, parts.model, initial or f"the task {recipe.task}")
+        job, origin = read_job(os.environ), resumed or initial
+        opened = opening.open_run_folder(parts, options_given, trackers=trackers, job=job, origin=origin)
+        recorder.folder = recorder.folder or opened.claim.path / failure.FOLDER / opened.claim.place.name
+        training = session.prepare(parts, opened)
+        # The lifeline lives as long as the process. With the whole training it would keep the loaders, for whose workers, which
+        # hear no signal, Python would then wait at its end.
+        with training.control as control:
+            lifeline.spare_if(lambda: control.is_asked_to_stop)
+            watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=options_given.hang_timeout)
+            with watchdog, numerics.refusals_named():
+                ended = train(training)
+            ending.finish(training, parts.data, opened, ended)
     return isinstance(ended, Stopped)
 
 

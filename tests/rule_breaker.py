@@ -30,7 +30,6 @@ class Rows:
 
     def __init__(self, broken):
         self.broken = broken
-        self.own = np.random.default_rng(0)
         self.inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
     def __len__(self):
@@ -40,10 +39,6 @@ class Rows:
         inputs, noise = self.inputs[indices], torch.zeros(len(indices))
         if draw is not None:
             noise = torch.from_numpy(draw.uniform("noise"))
-        if self.broken == "global random state":
-            noise = torch.rand(len(indices))
-        if self.broken == "a generator of its own":
-            noise = torch.from_numpy(self.own.random(len(indices), dtype=np.float32))
         if self.broken == "rank":
             noise = noise + int(os.environ.get("RANK", "0"))
         return {"x": inputs + 0.1 * noise[:, None], "lengths": torch.from_numpy(indices % 4)}

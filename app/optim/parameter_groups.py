@@ -3,7 +3,7 @@
 `app/recipe/optimizers.py` lists the optimizers.
 
 A normalization layer all of whose own parameters are frozen keeps its running statistics too, and normalizes by them while it
-trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
+trains, as in an evaluation: otherwise it would keep changing, by statistics of micro-batches, which depend on how many
 processes there are. Dropout in frozen layers stays on.
 """
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.sgd import sgd
 
+from app.environment.topology import listed
 from app.errors import RecipeError, did_you_mean
 from app.recipe import optimizers
 from app.recipe.optimizers import Group
@@ -31,7 +32,6 @@ _FUSED_DEVICES = {"cpu", "cuda"}
 
 # Settings of torch's optimizers that choose how a step is computed, not what it computes.
 _ONLY_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,11 @@ def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, G
     rest = Group("*")
     found = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), rest) for name in names}
     for group in groups:
-        if any(chosen is group for chosen in found.values()):
-            continue
-        matched = [name for name in names if fnmatchcase(name, group.pattern)]
-        if matched:
+        if not any(chosen is group for chosen in found.values()):
             raise RecipeError(
-                f"optim.groups has {group.pattern}, but earlier groups already contain all {len(matched)} "
-                "parameters that it matches. The first match counts: put the narrower pattern first"
+                f"optim.groups has {group.pattern}, which matches no parameter that earlier groups do not match (the first "
+                f"match counts: put the narrower pattern first): {near(group.pattern, names)}"
             )
-        raise RecipeError(f"optim.groups has {group.pattern}, which matches no parameter: {near(group.pattern, names)}")
     return found
 
 
@@ -151,7 +147,7 @@ def fused_sgd_step(optimizer: Any) -> None:
     """Take the step of torch's SGD by its fused kernel, unless `optimizer.found_inf` (a float32 scalar on the device) is 1.
 
     SGD(fused=True) would refuse FSDP2's tensors (torch 2.15: "does not have a sharding strategy registered"), which are stepped
-    on here piece by piece. And if it left out its first step it would leave the momentum as the memory was (torch/optim/sgd.py,
+    on here piece by piece. And if it skipped its first step it would leave the momentum as the memory was (torch/optim/sgd.py,
     `empty_like`). Here the momentum begins with zeros, and the first step then has the bits that it has without: there is no
     dampening. On a CPU the kernel rounds otherwise than torch's default, in the last elements of a tensor.
     """
@@ -191,18 +187,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in matched:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        own = f"the model, {type(model).__name__}, freezes its own parameters"
-        cause = f"train.freeze is {', '.join(patterns)}" if patterns else own
-        raise RecipeError(f"{cause}: all {len(parameters)} parameters are frozen, so there is nothing to train")
+        raise RecipeError(
+            f"all {len(parameters)} parameters of the model, a {type(model).__name__}, are frozen (train.freeze is "
+            f"{', '.join(patterns) or 'empty'}), so there is nothing to train"
+        )
     set_training(model, mode=model.training)
 
 
 def near(pattern: str, names: Sequence[str]) -> str:
     """Return, for a pattern that matches none of the names, the nearest pattern that does, and some of the names."""
     layers = (".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1))
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     known = [*dict.fromkeys(f"{layer}.*" for layer in layers), *names]
-    return did_you_mean(pattern, known, then=f"There are {', '.join(names[:_MOST_NAMED])}{more}")
+    return did_you_mean(pattern, known, then=f"There are {listed(names)}")
 
 
 def set_training(model: nn.Module, *, mode: bool) -> None:

@@ -4,15 +4,15 @@ The ranks need not ask one another. Whatever one of them met is in the gradient 
 norm of FSDP2's and DeepSpeed's is taken over all shards. On a GPU nothing waits for the verdict: torch's fused kernels take
 it as a tensor (`found_inf`, as torch.amp.GradScaler hands it to them).
 
-The optimizer's own step is called, not Accelerate's: with a gradient scaler that does not tell of a step that a fused optimizer
-left out (accelerate 1.15, optimizer.py), and it searches sys.path for other optimizers in each step. Here a scaler unscales the
+The optimizer's own step is called, not Accelerate's: with a gradient scaler that does not report a step that a fused optimizer
+skipped (accelerate 1.15, optimizer.py), and it searches sys.path for other optimizers in each step. Here a scaler unscales the
 gradient, sees what is not finite in it, and chooses its next scale. DeepSpeed's engine is called for backward passes and steps:
 Accelerate would take the step within the last backward pass.
 
 Spikes: one broken batch, flipped bit or wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and
 one step on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps more than six standard deviations above the mean of
-the last 128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is so many
-times the median of the last 128 that were stepped on, which one outlier does not move.
+the last 128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is N times
+the median of the last 128 that were stepped on, which one outlier does not move.
 
 Late in a long training norms shrink to a ten-thousandth, and Adam at a constant rate meets steps at which they grow back within
 two, to 220,000 times the median (measured: `digits` without decay of the rate, 12,000 steps), from which it recovers. So the
@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,11 +39,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from app.environment.topology import listed
 from app.errors import TrainingError
 from app.optim import parameter_groups
 
-_NOTHING = nullcontext()
-_MOST_NAMES = 8
 _LARGE, _ROW = 1 << 16, 1 << 14
 """Elements of a tensor whose norm is taken by rows, and of such a row."""
 
@@ -112,7 +111,7 @@ class Steps:
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Return the context of one forward and backward pass; only in the last of a step do ranks reduce gradients."""
-        return _NOTHING if self._accumulation == 1 else self._accelerator.accumulate(self._model)
+        return self._accelerator.accumulate(self._model)  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Add a pass's mean loss, a scalar, to the gradient of the step, with this weight: a number, or a scalar on the device.
@@ -123,10 +122,7 @@ class Steps:
         if self._before_backward is not None:
             self._before_backward()
         undivided = weight * self._accumulation
-        if isinstance(undivided, torch.Tensor):
-            loss = loss * undivided.to(loss.dtype)
-        elif undivided != 1:
-            loss = loss * undivided
+        loss = loss * (undivided.to(loss.dtype) if isinstance(undivided, torch.Tensor) else undivided)
         if self._engine is None:
             self._accelerator.backward(loss)
         else:
@@ -167,7 +163,7 @@ class Steps:
         """Return True if DeepSpeed's optimizer `zero` is about to step on a spike.
 
         It has no public way to skip a step. Only here its private attribute is read: each of its steps keeps the norm there
-        before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py), and its engine tells it later.
+        before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py).
         """
         return not zero._global_grad_norm < self._spikes.limit
 
@@ -244,13 +240,13 @@ class SpikeGuard:
     def __init__(self, factor: float | None) -> None:
         """`factor` is how many times the median, or the first one, a norm may be; None: any."""
         self._factor, self._steps, self._first = factor, 0, torch.tensor(math.nan)
-        self._kept = torch.empty(0)  # float32, in the order of steps; NaN: left out
+        self._kept = torch.empty(0)  # float32, in the order of steps; NaN: skipped
         self._new: list[tuple[torch.Tensor | float, torch.Tensor | bool]] = []
         self.limit: torch.Tensor | float = math.inf
         """Only norms below it are accepted; NaN and infinity are not."""
 
     def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
-        """Take in the gradient norm of the run's next step (a scalar), and whether it was left out (as `Step.skipped`)."""
+        """Take in the gradient norm of the run's next step (a scalar), and whether it was skipped (as `Step.skipped`)."""
         if self._factor is None:
             return
         self._steps += 1
@@ -282,7 +278,7 @@ class SpikeGuard:
             self._first = torch.tensor(math.nan if state["first_median"] is None else state["first_median"])
 
     def _all(self) -> torch.Tensor:
-        """Return the norms that are kept and the new ones, float32: those of steps that were left out, as NaN, come first."""
+        """Return the norms that are kept and the new ones, float32: norms of skipped steps, as NaN, come first."""
         if not self._new:
             return self._kept
         norms, skipped = zip(*self._new, strict=True)
@@ -339,10 +335,8 @@ class FirstGradients:
         self._hooks, self._parameters = [], {}
         with self._together():
             if names:
-                more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-                has, it = ("has", "it") if len(names) == 1 else ("have", "them")
                 raise TrainingError(
-                    f"{len(names)} trainable parameter{'s' * (len(names) > 1)} {has} no gradient after the first step's "
-                    f"backward passes: {', '.join(names[:_MOST_NAMES])}{more}. The loss must depend on every parameter that is "
-                    f"trained: use {it} in the model's forward pass, freeze {it} (train.freeze), or take {it} out of the model."
+                    f"{len(names)} trainable parameters have no gradient after the first step's backward passes: "
+                    f"{listed(names)}. The loss must depend on every parameter that is trained: use it in the model's forward "
+                    "pass, freeze it (train.freeze), or remove it from the model."
                 )

@@ -17,24 +17,24 @@ WITH_FOLDERS = ("causal_lm",)
 """Tasks with `export_files`: their model is a folder for another library. The export of all others needs no torch."""
 
 DEFAULT = "image_classification"
-"""Of a recipe that names none."""
+"""Default task if the recipe names none."""
 
 
 def of(recipe: Any) -> Any:
     """Return the recipe's task, an `app.task.Task`. Raises RecipeError if it is a file of the user's that is no task."""
     if recipe.task in SHIPPED:
         return importlib.import_module(f"{SHIPPED[recipe.task]}.task").task(recipe.sections)
-    return importlib.import_module("app.tasks.own.loading").task_of(recipe)
+    return importlib.import_module("app.tasks.own.own_task").task_of(recipe)
 
 
 def card(task: str, facts: Any, recipe: Any) -> Any:
-    """Return what a model card says of a task, an `app.runs.model_card.Told`. Needs no torch and runs no user's file."""
+    """Return the task's part of a model card, an `app.runs.model_card.Told`. Needs no torch and runs no user's file."""
     return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").told(facts, recipe)
 
 
 def sources(task: str) -> dict[str, str]:
     """Return the texts of a user's task file and of what it imported from its folder, by name; none of a shipped task."""
-    return {} if task in SHIPPED else importlib.import_module("app.tasks.own.loading").sources(task)
+    return {} if task in SHIPPED else importlib.import_module("app.tasks.own.own_task").sources(task)
 
 
 def digest(task: str) -> str:

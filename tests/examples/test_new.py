@@ -55,17 +55,7 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
     run_installed(installed, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder).check()
     for preset in ("cpu", "fsdp2"):
         processes = () if preset == "cpu" else ("--processes", "2")
-        command = [
-            "samerun",
-            "launch",
-            "--recipe",
-            "recipe.yaml",
-            "--preset",
-            preset,
-            *processes,
-            "--run-dir",
-            f"runs/{preset}",
-        ]
+        command = ["samerun", "launch", "--recipe=recipe.yaml", f"--preset={preset}", *processes, f"--run-dir=runs/{preset}"]
         run_installed(installed, [*command, "--trackers", "none"], folder).check()
     compared = run_installed(installed, ["samerun", "compare", "runs/cpu", "runs/fsdp2"], folder).check()
     assert "The same run" in compared.output
@@ -76,17 +66,6 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
 def test_an_example_is_copied_and_trained_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     for ending in ("py", "yaml"):
         shutil.copy(REPOSITORY / "examples" / f"segmentation.{ending}", tmp_path)
-    command = [
-        "samerun",
-        "launch",
-        "--recipe",
-        "segmentation.yaml",
-        "--preset",
-        "fsdp2",
-        "--processes",
-        "2",
-        "--run-dir",
-        "run",
-    ]
+    command = ["samerun", "launch", "--recipe=segmentation.yaml", "--preset=fsdp2", "--processes=2", "--run-dir=run"]
     run_installed(installed, [*command, "--trackers", "none"], tmp_path).check()
     assert read(tmp_path / "run" / "result.json")["test_mean_iou"] > 0.8

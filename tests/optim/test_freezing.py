@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -45,22 +47,19 @@ def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> No
     assert of_batches.startswith("1 batch normalization layer (norm)")
 
 
-def test_what_matches_nothing_or_everything_is_refused() -> None:
-    for patterns, said in (
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
         (
             ["encoder.*", "encodr.*"],
-            "train.freeze has 'encodr.*', which matches no parameter: did you mean encoder.*? There are ",
+            "has 'encodr.*', which matches no parameter: did you mean encoder.* or encoder.1.*",
         ),
-        (["head.wieght"], "did you mean head.weight?"),
-        (["norm"], "did you mean norm.*?"),
-        (["zzz"], "'zzz', which matches no parameter: There are encoder.0.weight, "),
-        (["*"], "train.freeze is *: all 10 parameters are frozen, so there is nothing to train"),
-    ):
-        with pytest.raises(RecipeError) as caught:
-            parameter_groups.freeze(Net(), patterns)
-        assert said in str(caught.value)
-    with pytest.raises(RecipeError, match="the model, Net, freezes its own parameters: all 10 parameters"):
-        parameter_groups.freeze(Net().requires_grad_(False), [])
+        (["*"], "all 10 parameters of the model, a Net, are frozen (train.freeze is *), so there is nothing to train"),
+    ],
+)
+def test_what_matches_nothing_or_everything_is_refused(patterns: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        parameter_groups.freeze(Net(), patterns)
 
 
 def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, M
 
 from app.errors import DataError, RecipeError
 from app.optim.schedule import Length, first_step_by_length, length_in_steps, lr_at, notes_on
-from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
+from app.recipe.schema import OptimRecipe, TrainRecipe
 
 
 def rates(optim: OptimRecipe, *, total_steps: int, steps_per_epoch: int = 10, global_batch_size: int = 64) -> list[float]:
@@ -67,11 +67,6 @@ def test_a_cosine_that_ends_before_the_run_keeps_its_final_rate():
     assert first_step_by_length(replace(optim, cosine_steps=100), steps_per_epoch=10) is None
 
 
-def test_constant_after_a_warmup_in_epochs():
-    optim = OptimRecipe(lr=0.2, schedule="constant", warmup_epochs=0.5)
-    assert rates(optim, total_steps=8) == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2, 0.2, 0.2])
-
-
 def test_the_published_imagenet_schedule():
     """Goyal et al. 2017, table 1 and section 5.1: 0.1 for 256 samples, so 3.2 for 8,192; a tenth after 30, 60 and 80 epochs."""
     optim = OptimRecipe(name="sgd", lr=0.1, lr_reference_batch=256, schedule="step", warmup_epochs=5)
@@ -108,16 +103,9 @@ def test_between_zero_and_the_peak_and_never_up_after_the_warmup(optim, total_st
         assert math.isclose(found[warm_up], max(found)) or optim.schedule == "step"
 
 
-@pytest.mark.parametrize(
-    ("train", "expected"),
-    [
-        (TrainRecipe(epochs=3), Length(15, 45)),
-        (TrainRecipe(steps=7), Length(15, 7)),
-        (TrainRecipe(), Length(15, 150)),
-    ],
-)
-def test_length(train, expected):
-    assert length_in_steps(train, dataset_size=1000, global_batch_size=64) == expected
+@pytest.mark.parametrize(("train", "steps"), [(TrainRecipe(epochs=3), 45), (TrainRecipe(steps=7), 7), (TrainRecipe(), 150)])
+def test_length(train, steps):
+    assert length_in_steps(train, dataset_size=1000, global_batch_size=64) == Length(15, steps)
 
 
 def test_data_smaller_than_one_global_batch():
@@ -126,12 +114,11 @@ def test_data_smaller_than_one_global_batch():
         length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
 
 
-def test_a_run_that_nobody_lives_to_see_is_refused():
+def test_a_run_of_too_many_steps_is_refused():
     assert length_in_steps(TrainRecipe(steps=10**9), dataset_size=64, global_batch_size=64).total_steps == 10**9
-    with pytest.raises(RecipeError, match=r"train\.steps is 1000000000000: it must be .* at most 1,000,000,000"):
-        Recipe(train=TrainRecipe(steps=10**12))
-    sentence = r"train\.epochs is 1000000000, which is 22,000,000,000 steps with this data: .* that takes 0\.7 years"
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(
+        RecipeError, match=r"train\.epochs is 1000000000, which is 22,000,000,000 steps with this data: give at"
+    ):
         length_in_steps(TrainRecipe(epochs=10**9), dataset_size=1438, global_batch_size=64)
 
 

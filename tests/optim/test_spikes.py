@@ -16,7 +16,7 @@ from processes import SCRIPTS, read, read_lines, run
 from app.checkpoints import step_folders
 from app.feed import samples_of
 from app.optim import parameter_groups
-from app.optim.steps import SpikeGuard, Steps, leave_out
+from app.optim.steps import SpikeGuard, Steps
 from app.recipe import recipe_file
 from app.recipe.schema import OptimRecipe
 
@@ -74,15 +74,12 @@ def test_spikes_are_told_by_the_median_of_accepted_norms(norms: list[float]) -> 
     assert [step for step, is_spike in enumerate(verdicts(SpikeGuard(None), norms, on_device=False)) if is_spike] == [91, 92]
 
 
-def test_norms_that_shrink_may_grow_back_to_what_they_were() -> None:
+def test_norms_that_shrink_or_are_zero_may_grow_back_to_what_they_were() -> None:
+    for on_device in (False, True):
+        assert not any(verdicts(SpikeGuard(FACTOR), [0.0] * 100 + [1.0] * 60, on_device=on_device))
     shrinking = [1.0] * 70 + [1e-6] * 200
     found = verdicts(SpikeGuard(FACTOR), [*shrinking, 50.0, 1e3, 1e-6], on_device=False)
     assert found == [False] * 271 + [True, False]
-
-
-def test_after_gradients_of_zero_nothing_is_a_spike() -> None:
-    for on_device in (False, True):
-        assert not any(verdicts(SpikeGuard(FACTOR), [0.0] * 100 + [1.0] * 60, on_device=on_device))
 
 
 @pytest.mark.parametrize("saved", [5, 64, 70, 91, 96, 333, 400])
@@ -120,27 +117,6 @@ def test_nothing_of_a_spike_is_stepped_on(name: str, looks: bool, is_scaled: boo
     assert float(taken.grad_norm) < 100
     if is_scaled:
         assert accelerator.scaler.get_scale() == 4.0, "a spike is no overflow"
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name: str) -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(4, 3)
-    optimizer = parameter_groups.build_optimizer(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
-    is_spike = False
-    leave_out(optimizer, lambda: is_spike)
-
-    def values() -> list[Any]:
-        states = [torch.as_tensor(value).tolist() for state in optimizer.state.values() for value in state.values()]
-        return [layer.weight.tolist(), states]
-
-    for turn in range(4):
-        layer(torch.randn(5, 4)).square().mean().backward()
-        before, gradient = values(), layer.weight.grad
-        is_spike = turn == 2
-        optimizer.step()
-        assert layer.weight.grad is gradient
-        assert (values() == before) == is_spike
 
 
 # Real runs -------------------------------------------------------------------------------------------------------------------
@@ -194,9 +170,7 @@ def assert_same(folder: Path, reference: Path, *, after: int = 0) -> None:
         ("multi_gpu", "deepspeed_zero3"),
         ("deepspeed_zero2", "fsdp2"),
         pytest.param("deepspeed_zero1", "multi_gpu", marks=pytest.mark.long),
-        pytest.param("deepspeed_zero3", "deepspeed_zero1", marks=pytest.mark.slow),
         pytest.param("fsdp2", "deepspeed_zero3_offload", marks=pytest.mark.slow),
-        pytest.param("deepspeed_zero3_offload", "deepspeed_zero2", marks=pytest.mark.long),
     ],
 )
 def test_the_same_step_is_left_out_under_every_strategy_and_after_a_resume(
@@ -207,12 +181,3 @@ def test_the_same_step_is_left_out_under_every_strategy_and_after_a_resume(
     saved = step_folders.path_of(tmp_path / "whole", SAVED)
     go(resumed, 2, tmp_path / "resumed", environment, "--resume", str(saved))
     assert_same(tmp_path / "resumed", alone, after=SAVED)
-
-
-@pytest.mark.multiproc
-def test_a_spike_is_stepped_on_where_the_recipe_says_so(alone: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    lines = go("cpu", 1, tmp_path / "off", environment, "train.max_gradient_spike=null")
-    assert not any(line["skipped_steps"] for line in lines)
-    assert lines[SPIKE - 1]["loss"] > 1e4
-    # AdamW's step is bounded, but what it divides by is that of the spike for long.
-    assert abs(lines[-1]["loss"] / read_lines(alone / "metrics.jsonl")[-1]["loss"] - 1) > 0.01

@@ -65,31 +65,6 @@ def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpo
     assert f"The latest checkpoint is {tmp_path}/run/checkpoints/step-{skipped[-2]:08d}" in finished.output
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
-    """To the last bit."""
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    ours, theirs = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
-    recipe = OptimRecipe(name=kind, lr=0.1, weight_decay=0.1)
-    model, optimizer = accelerator.prepare(ours, parameter_groups.build_optimizer(recipe, ours))
-    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), parameter_groups.build_optimizer(recipe, theirs)
-    for rate in (0.1, 0.05, 0.2):
-        parameter_groups.set_learning_rate(plain, rate)
-        for inputs in torch.randn(accumulation, 5, 4):
-            with steps.micro_batch():
-                steps.backward(model(inputs).square().mean(), 1 / accumulation)
-            (theirs(inputs).square().mean() / accumulation).backward()
-        assert steps.take(rate).skipped is False
-        plain.step()
-        plain.zero_grad()
-        assert ours.weight.grad is None
-        assert torch.equal(ours.weight, theirs.weight)
-        assert torch.equal(ours.bias, theirs.bias)
-    assert ours.weight.requires_grad
-
-
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "nesterov", "no momentum"])
 def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     """As on GPUs, where looking at it would wait for the device: as if the steps left out had never been."""
@@ -166,45 +141,13 @@ def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: 
     assert (False, True) in itertools.pairwise(skipped), "and after the scale has grown"
 
 
-@pytest.mark.multiproc
-def test_a_run_in_fp16_knows_of_each_step_that_its_scaler_has_skipped(tmp_path: Path) -> None:
-    arguments = ("--trackers", "none", "--recipe", "digits", "train.steps=12", "log.every_steps=1", "train.ema_decay=0.9")
-    found = {}
-    for name, scale in (("right", 2.0**16), ("high", 2.0**24)):
-        command = (str(SCRIPTS / "half.py"), "--run-dir", str(tmp_path / name), *arguments)
-        run("cpu", 1, *command, env={"SCALE": str(scale)}).check()
-        found[name] = [line["skipped_steps"] for line in read_lines(tmp_path / name / "metrics.jsonl")]
-    assert found["right"] == [[]] * 12
-    early = found["high"].index([])
-    assert found["high"] == [*([step] for step in range(1, early + 1)), *[[]] * (12 - early)]
-    assert early > 2
-    lines = read_lines(tmp_path / "high" / "metrics.jsonl")
-    assert [line["loss"] is None for line in lines] == [True] * early + [False] * (12 - early)
-    recorded = [line for line in read_lines(tmp_path / "high" / "ledger.jsonl") if "skipped" in line]
-    assert [step for line in recorded for step in line["skipped"]] == list(range(1, early + 1))
-
-
-@pytest.mark.multiproc
-def test_dropout_of_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
-    model = ("model.name=squeezenet1_1", "data.image_size=24", "train.global_batch_size=8", "train.steps=4")
-    arguments = ("--recipe", "digits", *model, "log.every_steps=1", "checkpoint.every_steps=2")
-    whole, rest = (tmp_path / name for name in ("whole", "rest"))
-    train("cpu", whole, *arguments).check()
-    train("cpu", rest, *arguments, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
-    losses = [[line["loss"] for line in read_lines(folder / "metrics.jsonl")] for folder in (whole, rest)]
-    assert losses[1] == losses[0][2:]
-
-
 # Parameters without a gradient -----------------------------------------------------------------------------------------------
 
 
-CASES = [("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero1", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2), ("fsdp2", 2)]
-
-
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("preset", "processes"), CASES)
+@pytest.mark.parametrize(("preset", "processes"), [("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero3", 2), ("fsdp2", 2)])
 def test_a_parameter_that_is_not_used_is_named_and_a_frozen_one_is_not(preset: str, processes: int) -> None:
-    """In steps of 2 or 4 passes. That all others are left alone is shown by every run of the other tests."""
+    """In steps of 2 or 4 passes."""
     finished = run(preset, processes, str(SCRIPTS / "unused.py"))
     assert finished.returncode == TrainingError.exit_code, finished.output
     said = "2 trainable parameters have no gradient after the first step's backward passes: unused.weight, unused.bias. "

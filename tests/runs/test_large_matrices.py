@@ -37,11 +37,8 @@ def test_the_logged_norm_is_that_of_float64(alone: Any, tmp_path: Path) -> None:
     [
         ("fsdp2", 2, {}),
         ("deepspeed_zero2", 2, {}),
-        pytest.param("multi_gpu", 2, {}, marks=LONG),
         pytest.param("hsdp", 4, {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, marks=LONG),
         pytest.param("deepspeed_zero3", 2, {}, marks=LONG),
-        pytest.param("deepspeed_zero3_offload", 2, {}, marks=LONG),
-        pytest.param("tensor_parallel", 2, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, marks=LONG),
         pytest.param("tensor_parallel", 4, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, marks=LONG),
     ],
 )

@@ -12,13 +12,10 @@ WHOLE, HALVES = 16, 4
 """Most samples of a micro-batch: a step in one pass of each process, and in several."""
 CASES = [
     ("cpu", 1, HALVES),
-    ("multi_gpu", 2, WHOLE),
     ("multi_gpu", 2, HALVES),
-    ("deepspeed_zero1", 2, WHOLE),
     ("deepspeed_zero2", 2, HALVES),
     ("deepspeed_zero3", 2, HALVES),
     ("fsdp2", 2, WHOLE),
-    ("fsdp2", 2, HALVES),
 ]
 
 
@@ -33,9 +30,7 @@ def found(folder: Path, preset: str, processes: int, *words: object) -> dict[str
     ("kind", "mode"),
     [
         ("sgd", "counted"),
-        pytest.param("sgd", "known", marks=pytest.mark.slow),
         pytest.param("adamw", "known", marks=pytest.mark.slow),
-        pytest.param("adamw", "counted", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_one_pass_over_the_global_batch(kind: str, mode: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of two commits: it finds one changed number, passes where nothing has changed, and notices foreign code."""
+"""The comparison of two commits: it finds one changed number, and passes where nothing has changed."""
 
 from __future__ import annotations
 
@@ -78,35 +78,11 @@ def test_the_same_tree_is_equal_and_a_changed_number_is_found(tree: Path) -> Non
     assert "averages, cpu, 1: losses: loss at step 2: base " in other.output
 
 
-@pytest.mark.multiproc
-@pytest.mark.slow
-def test_a_base_that_imports_another_trees_code_is_refused(tree: Path) -> None:
-    package = tree / "app" / "__init__.py"
-    before = package.read_text()
-    package.write_text(f"{before}\n__path__.insert(0, {str(REPOSITORY / 'app')!r})\n")
-    commit(tree)
-    package.write_text(before)
-    found = compared(tree, "--only", "as shipped")
-    assert found.returncode == 1
-    assert cells(found.output, "as shipped") == ["cpu", "1", *["failed"] * 7]
-    assert "as shipped, cpu, 1: base failed: " in found.output
-    assert f"/tree: {REPOSITORY / 'app'}" in found.output
-
-
-def test_nothing_to_compare_is_no_success(tree: Path) -> None:
-    found = compared(tree, "--only", "no such case")
-    assert "no case holds 'no such case', so nothing was compared" in found.output
-    assert found.returncode == 2
-
-
 def test_numbers_are_compared_to_the_last_bit_unless_they_may_differ() -> None:
     last = math.nextafter(0.1, 1.0)
-    assert differences({"a": 0.1}, {"a": last}, tolerance=0.0) == [f"a: base 0.1, here {last}"]
+    assert differences({"a": 0.1, "b": math.nan}, {"a": last, "b": math.nan}, tolerance=0.0) == [f"a: base 0.1, here {last}"]
     assert differences({"a": 0.1}, {"a": last}, tolerance=1e-12) == []
-    assert differences({"a": 1.0, "b": math.nan}, {"a": 1.0, "b": math.nan}, tolerance=0.0) == []
-    assert differences({"a": 1.0}, {"a": math.nan}, tolerance=1e-12) == ["a: base 1.0, here nan"]
-    assert differences({"a": 1.0}, {}, tolerance=1e-12) == ["a: base 1.0, here (none)"]
-    assert differences({}, {"a": 1.0}, tolerance=1e-12) == ["a: base (none), here 1.0"]
+    assert differences({"a": 1.0}, {"b": 1.0}, tolerance=1e-12) == ["a: base 1.0, here (none)", "b: base (none), here 1.0"]
     assert differences({"count": 10**13}, {"count": 10**13 + 1}, tolerance=1e-12) != []  # whole numbers are exact
 
 

@@ -51,25 +51,13 @@ def test_the_run_folder_holds_all_that_is_promised(run: Path) -> None:
     assert facts["versions"]["torch"] == torch.__version__
     assert (facts["commit"] is not None) == (REPOSITORY / ".git").exists()
     assert any(run.rglob("events.out.tfevents.*")), "TensorBoard is on by default"
-
-
-def test_metrics_have_a_line_per_logged_step(run: Path) -> None:
-    lines = read_lines(run / "metrics.jsonl")
-    steps = 2 * (1294 // 64)
+    lines, steps = read_lines(run / "metrics.jsonl"), 2 * (1294 // 64)
     assert [line["step"] for line in lines] == [*range(5, steps, 5), steps]
-    for line in lines:
-        assert {"samples_seen", "epoch", "loss", "learning_rate", "samples_per_s", "data_wait_share"} <= line.keys()
-        assert line["samples_seen"] == 64 * line["step"]
+    assert {"samples_seen", "epoch", "loss", "learning_rate", "samples_per_s", "data_wait_share"} <= lines[0].keys()
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
-
-
-def test_each_epoch_uses_each_sample_at_most_once(run: Path) -> None:
-    lines = read_lines(run / "samples.jsonl")
-    assert len(lines) == 40
-    for epoch in range(2):
-        samples = [sample for line in lines[20 * epoch : 20 * epoch + 20] for sample in line["samples"]]
-        assert len(samples) == len(set(samples)) == 20 * 64
-        assert all(sample // 1294 == epoch for sample in samples)
+    weights = load_file(run / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert not [name for name in weights if name.startswith(("module.", "_orig_mod."))]
 
 
 def test_the_result_counts_every_test_sample(run: Path) -> None:
@@ -83,15 +71,6 @@ def test_the_result_counts_every_test_sample(run: Path) -> None:
     assert result["validation_accuracy"] == looked_at[-1]["validation_accuracy"]
     assert result["validation_samples"] == 144
     assert not [name for line in looked_at for name in line if name.startswith("test_")]
-
-
-def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
-    finished = processes.run("cpu", 1, "app.evaluate", str(run), "--json").check()
-    scores = json.loads(finished.output.splitlines()[-1])
-    result = read(run / "result.json")
-    assert scores["accuracy"] == result["test_accuracy"]
-    assert (scores["split"], scores["samples"]) == ("test", result["test_samples"])
-    assert scores["loss"] == pytest.approx(result["test_loss"], rel=1e-6)
 
 
 def test_other_data_needs_the_classes_of_the_model(run: Path, tmp_path: Path) -> None:
@@ -108,16 +87,14 @@ def test_other_data_needs_the_classes_of_the_model(run: Path, tmp_path: Path) ->
         for keys in ((), (*there, "data.color=gray", "--split", "test"))
     )
     assert other["class_accuracy"] == own["class_accuracy"]
+    result = read(run / "result.json")
+    assert (own["split"], own["samples"], own["accuracy"]) == ("test", result["test_samples"], result["test_accuracy"])
+    assert own["loss"] == pytest.approx(result["test_loss"], rel=1e-6)
     assert "the data has no train split: give --split test" in evaluate(*there, "data.color=gray", "--split", "train").output
-    refused = evaluate(*there, "data.color=rgb")
-    assert "have 3 channels and 8x8 pixels, but the run was trained on 1 channels and 8x8 pixels" in refused.output
     (tmp_path / "test" / "9").rename(tmp_path / "test" / "nine")
     refused = evaluate(*there, "data.color=gray")
     assert refused.returncode == DataError.exit_code
-    assert (
-        "are not those that the run was trained on, in their order (9, nine differ): give the data the same classes"
-        in refused.output
-    )
+    assert "are not those that the run was trained on, in their order (9, nine differ): give the data" in refused.output
 
 
 def test_predicting_a_picture(run: Path, tmp_path: Path) -> None:
@@ -135,12 +112,6 @@ def test_predicting_a_picture(run: Path, tmp_path: Path) -> None:
     assert right >= 40
 
 
-def test_the_weights_are_plain(run: Path) -> None:
-    weights = load_file(run / "model.safetensors")
-    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-    assert not [name for name in weights if name.startswith(("module.", "_orig_mod."))]
-
-
 def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
     before = (run / "result.json").read_bytes()
     finished = alone(run)
@@ -154,11 +125,8 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
     ("arguments", "code", "sentence"),
     [
         (("optim.lrr=1",), 3, "optim.lr"),
-        (("train.global_batch_size=63", "augment.mixup=0.2"), 3, "multiple of 2"),
         (("train.global_batch_size=2048",), 6, "1294"),
-        (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
         (("optim.lr=1e30", "optim.name=sgd", "train.max_skipped_steps=0", "log.every_steps=1"), 8, "was not finite"),
-        (("--trackers", "tensorbord"), 9, "unknown tracker; did you mean tensorboard?"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], code: int, sentence: str) -> None:
@@ -169,40 +137,19 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ..
     assert code == 8 or not (tmp_path / "run").exists(), "a mended run can use the folder"
 
 
-def photos(folder: Path, *, per_class: int) -> Path:
-    """A folder of coloured pictures of two classes that are easy to tell apart."""
-    generator = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for name, level in (("dark", 40), ("light", 200)):
-            (folder / split / name).mkdir(parents=True)
-            for index in range(per_class):
-                pixels = generator.normal(level, 20, (20 + index % 5, 24, 3)).clip(0, 255).astype("uint8")
-                Image.fromarray(pixels).save(folder / split / name / f"{index}.jpg")
-    return folder
-
-
-PHOTOS = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=16", "augment.resized_crop_min_area=0.3",
-          "data.resize_size=null", "data.test_split=test", "train.global_batch_size=16", "train.epochs=4",
-          "optim.warmup_epochs=null", "optim.name=adamw", "optim.lr=0.003")  # fmt: skip
-
-
 def test_a_folder_of_pictures_trains_on_two_processes(tmp_path: Path) -> None:
-    path = photos(tmp_path / "photos", per_class=24)
-    train("multi_gpu", tmp_path / "run", *PHOTOS, f"data.path={path}", processes=2).check()
+    generator = np.random.default_rng(0)
+    for split, name, level in (("train", "dark", 40), ("train", "light", 200), ("test", "dark", 40), ("test", "light", 200)):
+        (tmp_path / split / name).mkdir(parents=True)
+        for index in range(24):
+            pixels = generator.normal(level, 20, (20 + index % 5, 24, 3)).clip(0, 255).astype("uint8")
+            Image.fromarray(pixels).save(tmp_path / split / name / f"{index}.jpg")
+    keys = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=16", "augment.resized_crop_min_area=0.3",
+            "data.resize_size=null", "data.test_split=test", "train.global_batch_size=16", "train.epochs=4",
+            "optim.warmup_epochs=null", "optim.name=adamw", "optim.lr=0.003", f"data.path={tmp_path}")  # fmt: skip
+    train("multi_gpu", tmp_path / "run", *keys, processes=2).check()
     result = read(tmp_path / "run" / "result.json")
-    assert result["test_samples"] == 48
-    assert result["test_accuracy"] == 1.0
-
-
-def test_a_broken_picture_is_named(tmp_path: Path) -> None:
-    path = photos(tmp_path / "photos", per_class=24)
-    broken = path / "train" / "light" / "7.jpg"
-    broken.write_bytes(broken.read_bytes()[:200])
-    finished = train("cpu", tmp_path / "run", *PHOTOS, f"data.path={path}")
-    assert finished.returncode == 6, finished.output
-    assert "DataError" in finished.output
-    assert "light/7.jpg" in finished.output
-    assert "Traceback" not in finished.output
+    assert (result["test_samples"], result["test_accuracy"]) == (48, 1.0)
 
 
 def test_printing_the_recipe_needs_no_torch() -> None:

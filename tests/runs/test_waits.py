@@ -42,8 +42,6 @@ def command(folder: Path, *arguments: str, script: str = "waits.py") -> tuple[st
         ("cpu", "adamw"),
         ("multi_gpu", "sgd"),
         ("fsdp2", "sgd"),
-        pytest.param("multi_gpu", "adamw", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_waits_where_steps_are_taken_as_on_a_gpu(preset: str, kind: str, tmp_path: Path) -> None:

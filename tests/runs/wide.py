@@ -25,10 +25,6 @@ class Task:
     def model(self, metadata):
         return Wide()
 
-    def init(self, model, name, module):
-        for parameter in module.parameters():  # float32 numbers, also of a run in float64
-            parameter.copy_((torch.rand(parameter.shape, dtype=torch.float32) - 0.5) / 20)
-
     def loss(self, model, batch):
         return Loss(F.cross_entropy(model(batch["x"]), batch["y"]), len(batch["y"]))
 

@@ -215,7 +215,7 @@ def test_a_task_that_keeps_the_rules_passes(recipe: Path, tmp_path: Path) -> Non
     ("broken", "words"),
     [
         ("rank", "the floor does not explain multi_gpu-2x1: something there depends on the topology, such as the rank"),
-        ("a mean of means", "table.py breaks a rule (loss): the loss of a batch is "),
+        ("a mean of means", "breaks a rule (loss): the loss of a batch is "),
         ("unused parameter", "2 trainable parameters have no gradient after the first step's backward passes: extra.weight, "),
     ],
 )

@@ -1,1 +1,1 @@
-"""A user's own task: one file, with a recipe beside it."""
+"""A user's own task: one file, with a recipe next to it."""

@@ -1,4 +1,4 @@
-"""What a model card tells of the model of a user's task, of which only the name of its file is known without running it."""
+"""The model card of a user's task: only the name of its file is known without running it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from app.runs.model_card import Told
 
 
 def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
-    """Return it, as those of the tasks that come with the package do."""
+    """Return what the card contains."""
     name = task_file.name_of(recipe["task"])
     return Told(
         title=f"A model of {name}",
         data=f"the data of the task `{name}`",
         also=f"The task's file, `{name}`, must be where `recipe.yaml` says; otherwise give its place: "
-        f'`model_file.load(Path(...), "PLACE/{name}")`. The facts of its samples: `{dict(facts)}`.\n',
+        f'`stored_weights.load(Path(...), "PLACE/{name}")`. The facts of its samples: `{dict(facts)}`.\n',
     )

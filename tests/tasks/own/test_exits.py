@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from app.task import Loss, Samples
-{at_import}
 
 
 class Task:
@@ -40,23 +39,21 @@ task = Task
 GUARD = "guard what only a script does with `if __name__ == '__main__':`"
 
 
-def written(folder: Path, *, at_import: str = "", in_loss: str = "pass", at_end: str = "") -> list[str]:
-    folder.joinpath("script.py").write_text(TASK.format(at_import=at_import, in_loss=in_loss, at_end=at_end))
+def written(folder: Path, *, in_loss: str = "pass", at_end: str = "") -> list[str]:
+    folder.joinpath("script.py").write_text(TASK.format(in_loss=in_loss, at_end=at_end))
     recipe = folder / "script.yaml"
     recipe.write_text("task: script.py\ntrain: {global_batch_size: 16, steps: 2}\n")
     return ["--recipe", str(recipe), "--run-dir", str(folder / "run"), "--trackers", "none"]
 
 
 @pytest.mark.parametrize(
-    ("where", "exit_and_line", "words"),
+    ("where", "exit_and_line", "words", "processes"),
     [
-        ({"at_end": "sys.exit()"}, "sys.exit(None) in line 27", GUARD),
-        ({"at_end": "argparse.ArgumentParser().parse_args(['--lr', '1'])"}, "sys.exit(2) in line 27", GUARD),
-        ({"in_loss": "sys.exit(0)"}, "sys.exit(0) in line 22", "raise an exception instead"),
+        ({"at_end": "argparse.ArgumentParser().parse_args(['--lr', '1'])"}, "sys.exit(2) in line 26", GUARD, 1),
+        ({"in_loss": "sys.exit(0)"}, "sys.exit(0) in line 21", "raise an exception instead", 2),
     ],
-    ids=["at the end", "argparse", "in the loss"],
+    ids=["argparse", "in the loss"],
 )
-@pytest.mark.parametrize("processes", [1, 2])
 def test_a_task_file_that_exits_is_named(
     where: dict[str, str], exit_and_line: str, words: str, processes: int, tmp_path: Path
 ) -> None:

@@ -40,18 +40,7 @@ def test_nothing_that_reads_a_run_folder_runs_its_code(digits_run: Path, tmp_pat
         ["watch", str(run), "--once"],
         ["verify", str(run)],
         ["launch", "--dry-run", "--preset", "cpu", "--recipe", str(run / "recipe.yaml")],
-        [
-            "submit",
-            "--dry-run",
-            "--scheduler",
-            "slurm",
-            "--nodes",
-            "1",
-            "--time",
-            "0:10:00",
-            "--recipe",
-            str(run / "recipe.yaml"),
-        ],
+        ["submit", "--dry-run", "--scheduler=slurm", "--nodes=1", "--time=0:10:00", "--recipe", str(run / "recipe.yaml")],
     ]
     for words in reading:
         done = subprocess.run([sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, check=False)

@@ -85,15 +85,6 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
         tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
 
 
-@pytest.mark.parametrize("package", ["app", "launch"])
-def test_a_package_of_the_user_that_has_a_name_of_ours_is_named(recipe: Path, package: str) -> None:
-    (recipe.parent / package).mkdir()
-    (recipe.parent / package / "networks.py").touch()
-    (recipe.parent / "line.py").write_text(f"from {package}.networks import Net\n{LINE}")
-    with pytest.raises(RecipeError, match=rf"line.py imports {package}.networks of .*: give yours another name, such as my_"):
-        tasks.of(load(str(recipe)).recipe)
-
-
 def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
     hostile = recipe.parent / "run"
     hostile.mkdir()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -36,8 +36,8 @@ def batch_of(numbers: list[int]) -> dict[str, Any]:
     return {"x": X[array], "y": X[array].sum(1), "samples": torch.tensor(numbers), "numbers": array}
 
 
-def complete(kind: type = Least) -> OwnTask:
-    return OwnTask(kind(), name="my_task.py")
+def complete(kind: type = Least, *arguments: Any) -> OwnTask:
+    return OwnTask(kind(*arguments), name="my_task.py")
 
 
 def with_(**methods: Any) -> OwnTask:
@@ -60,7 +60,9 @@ def test_the_least_task_has_all_that_the_application_asks_for() -> None:
     assert (samples.facts, samples.workers, len(samples.fingerprint)) == ({}, False, 16)
     model = task.model(samples.facts)
     assert task.head(model) == "2"
+    assert with_(head=lambda self, model: "0").head(model) == "0"
     assert not any(overrides(task, name) for name in ("count", "preview", "write_outputs", "monitor"))
+    assert not overrides(complete(type("InTuple", (NamedTuple("Fields", [("width", int)]), Least), {}), 8), "count")
     assert task.adapt_samples(samples, {}) is samples
     with pytest.raises(DataError, match=r'metadata \{\}, and the model was built for \{"classes": 3\}'):
         task.adapt_samples(samples, {"classes": 3})
@@ -71,19 +73,16 @@ def test_the_least_task_has_all_that_the_application_asks_for() -> None:
 def test_real_numbers_are_cast_where_the_model_is_called_and_targets_never() -> None:
     seen = []
 
-    class Nested(Least):
-        def loss(self, model: Any, batch: Any) -> Loss:
-            given = {"pair": (batch["x"], batch["samples"]), "own": SimpleNamespace(x=batch["x"])}
-            seen.append(model(given, scale=batch["x"]))
-            return Loss(batch["y"].mean().requires_grad_(), 2)
+    def loss(self: Any, model: Any, batch: Any) -> Loss:
+        seen.append(model({"pair": (batch["x"], batch["samples"])}, scale=batch["x"]))
+        return Loss(batch["y"].mean().requires_grad_(), 2)
 
-    task, batch = complete(Nested), batch_of([0, 1])
+    task, batch = with_(loss=loss), batch_of([0, 1])
     ready = task.preprocess(batch, Draws(0, batch["samples"]), form=Form(torch.bfloat16))
     task.loss(lambda *args, **kwargs: (args, kwargs), ready)
     (given,), named = seen[0]
     assert [part.dtype for part in given["pair"]] == [torch.bfloat16, torch.int64]
-    assert (named["scale"].dtype, given["own"].x.dtype) == (torch.bfloat16, torch.float64)  # what is opaque stays as it is
-    assert ready["y"].dtype == torch.float64
+    assert (named["scale"].dtype, ready["y"].dtype) == (torch.bfloat16, torch.float64)
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2], [3, 4, -1], [-1, -1, -1]])
@@ -139,6 +138,8 @@ def test_values_of_samples_are_scores_and_a_loss_without_a_count_is_one_of_sampl
         Scores.of({"mean": right.float().mean()}, valid)
     task, batch = with_(loss=lambda self, model, batch: Loss(model(batch["x"]).mean())), batch_of([0, 1, 2])
     assert task.loss(task.model({}), task.preprocess(batch, None, form=Form())).count == 3
+    counts = [with_(count=lambda self, batch, kind=kind: kind(3)).count(batch) for kind in (int, np.int64, torch.tensor)]
+    assert (counts, type(counts[1])) == ([3, 3, torch.tensor(3)], int)
 
 
 def test_a_batch_without_data_comes_from_the_samples() -> None:
@@ -157,62 +158,40 @@ def test_a_batch_without_data_comes_from_the_samples() -> None:
         with_(loss=on_the_host).loss(task.model({}).to("meta"), example)
 
 
-def loss_of(compute: Any) -> Any:
-    return {"loss": lambda self, model, batch: compute(model, batch["x"])}
-
-
 RULE = "under FSDP2 and ZeRO their weights are sharded. Move everything that has weights"
 BROKEN_LOSSES = {
     "not called": (lambda model, x: Loss(x.mean().requires_grad_(), 2), f"Mine.loss did not call the model: .*{RULE}"),
     "called twice": (lambda model, x: Loss((model(x) + model(x)).mean(), 2), f"called the model a second time .*{RULE}"),
     "a submodule": (lambda model, x: Loss(model[0](x).mean(), 2), rf"Mine.loss uses model\[0\]: .*{RULE}"),
     "a weight": (lambda model, x: Loss(model(x).mean() + model.head.weight.norm(), 2), f"Mine.loss uses model.head: .*{RULE}"),
-    "parameters": (lambda model, x: Loss(sum(model.parameters()), 2), "Mine.loss uses model.parameters"),
-    "a tensor": (
-        lambda model, x: model(x).mean(),
-        r"Mine.loss returned a Tensor \[\] of float32, but must return Loss\(mean",
-    ),
-    "nothing": (lambda model, x: None, "Mine.loss returned None, but must return Loss"),
-    "no scalar": (
-        lambda model, x: Loss(model(x), 2),
-        r"the mean of Mine.loss is a Tensor \[2\] of float32, but .* use .mean\(\)",
-    ),
-    "detached": (lambda model, x: Loss(model(x).mean().detach(), 2), "the mean of Mine.loss has no gradient"),
+    "a tensor": (lambda model, x: model(x).mean(), r"Mine.loss returned a Tensor \[\] of float32, but must return Loss\(mean"),
+    "no scalar": (lambda model, x: Loss(model(x), 2), r"mean of Mine.loss is a Tensor \[2\] of float32, but .* take .mean\(\)"),
+    "detached": (lambda model, x: Loss(model(x).mean().detach(), 2), "the mean of Mine.loss is .* number with a gradient"),
     "no count": (lambda model, x: Loss(model(x).mean(), x), r"the count of Mine.loss is a Tensor \[2, 4\]"),
-    "no pair": (
-        lambda model, x: Loss(model(x).mean(), 2, {"a": x}),
-        r"returned 'a' as a Tensor \[2, 4\] .*return \(sum, count\)",
-    ),
+    "no pair": (lambda model, x: Loss(model(x).mean(), 2, {"a": x}), r"returned 'a' as a Tensor \[2, 4\] .*\(sum, count\)"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN_LOSSES)
 def test_a_loss_that_breaks_a_rule_is_told_which(case: str) -> None:
     compute, text = BROKEN_LOSSES[case]
-    task, batch = with_(**loss_of(compute)), batch_of([0, 1])
+    task, batch = with_(loss=lambda self, model, batch: compute(model, batch["x"])), batch_of([0, 1])
     with pytest.raises(TrainingError, match=text):
         task.loss(task.model({}), task.preprocess(batch, Draws(0, batch["samples"]), form=Form()))
 
 
 BROKEN_TASKS: dict[str, tuple[dict[str, Any], str]] = {
-    "no loss": (
-        {"loss": None},
-        r"Mine in my_task.py has no method loss: add loss\(self, model, batch\), which returns Loss",
-    ),
+    "no loss": ({"loss": None}, r"Mine in my_task.py has no method loss\(self, model, batch\): a task needs samples"),
     "other arguments": (
         {"loss": lambda self, batch: None},
-        r"Mine.loss in my_task.py is called as loss\(model, batch\): write def",
+        r"Mine.loss in my_task.py is called as loss\(model, batch\): write",
     ),
-    "no method": ({"metrics": 3}, "metrics of Mine in my_task.py is a int, but must be a method"),
     "no unit": (
         {"count_unit": "to kens"},
         r"count_unit of Mine in my_task.py is 'to kens': give the plural of what Loss.count",
     ),
-    "no top": (
-        {"predict": lambda self, model, inputs: []},
-        r"called as predict\(model, inputs, \*, top\): write def predict\(self",
-    ),
-    "no monitor": ({"monitor": "loss"}, r"monitor of Mine in my_task.py is 'loss': give a score, and whether"),
+    "no top": ({"predict": lambda self, model, inputs: []}, r"as predict\(model, inputs, \*, top\): write def predict\(self"),
+    "no monitor": ({"monitor": "loss"}, r"monitor of Mine in my_task.py is 'loss': give a score, and \"min\""),
 }
 
 
@@ -223,37 +202,46 @@ def test_a_task_that_cannot_be_called_is_refused_at_once(case: str) -> None:
         with_(**methods)
 
 
-def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
-    batch = batch_of([0, 1])
-    valid = batch["samples"] >= 0
-    with pytest.raises(TrainingError, match=r"Mine.preprocess returned None, but must return the batch, a dict"):
-        with_(preprocess=lambda self, batch, rng: None).preprocess(batch, None, form=Form())
-    with pytest.raises(TrainingError, match=r"Mine.model returned None, but must return a torch.nn.Module"):
-        with_(model=lambda self, metadata: None).model({})
-    with pytest.raises(TrainingError, match=r"Mine.metrics returned a dict, but must return Scores"):
-        with_(metrics=lambda self, model, batch, valid: {}).metrics(None, batch, valid)
-    with pytest.raises(TrainingError, match=r"the rows of Mine.metrics are a Tensor \[4\] .* tensor \[2, R\]"):
-        with_(metrics=lambda self, model, batch, valid: Scores({}, torch.zeros(4))).metrics(None, batch, valid)
-    told = r"monitor of Mine is \('loss', 'min'\), but its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
-    with pytest.raises(TrainingError, match=told):
-        with_(reduce_metrics=lambda self, sums, rows: {"rmse": 1.0}).reduce_metrics({}, None)
-    with pytest.raises(
-        TrainingError, match=r"Mine.generate_samples returned a list of 1, but .*: \[\(\"a title\", \"a text\"\), "
-    ):
-        with_(generate_samples=lambda self, model, batch: [("title", 3)]).generate_samples(None, batch)
-    every = with_(metrics=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"]).sum(), len(batch["x"]))}))
-    with pytest.raises(
-        TrainingError, match=r"Mine.metrics counts padding: .* the sum and count of 'loss' are .* and 2.0, but must"
-    ):
-        every.try_metrics(every.model({}), batch_of([0, 1]), Form())
-    mean = with_(metrics=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"])[valid].mean(), valid.sum())}))
-    with pytest.raises(TrainingError, match=r"the sum and count of 'loss' are nan and 0.0"):
-        mean.try_metrics(mean.model({}), batch_of([0, 1]), Form())
-    rmse = with_(metrics=lambda self, model, batch, valid: Scores({"rmse": ((model(batch["x"]) * valid).sum(), valid.sum())}))
-    with pytest.raises(TrainingError, match=told):
-        rmse.try_metrics(rmse.model({}), batch_of([0, 1]), Form())
-    calls = iter([1, 0])
-    uneven = with_(metrics=lambda self, model, batch, valid: Scores({}, None if not next(calls) else model(batch["x"])))
-    uneven.metrics(lambda x: torch.zeros(len(x)), batch, valid)
-    with pytest.raises(TrainingError, match="called the model 0 times for this batch and 1 times for the one before"):
-        uneven.metrics(lambda x: torch.zeros(len(x)), batch, valid)
+BATCH = batch_of([0, 1])
+VALID = BATCH["samples"] >= 0
+MONITOR = r"monitor of Mine is \('loss', 'min'\), but its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
+
+
+def scoring(compute: Any) -> OwnTask:
+    return with_(metrics=lambda self, model, batch, valid: compute(model(batch["x"]), valid))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "preprocess": (
+        lambda: with_(preprocess=lambda self, batch, rng: None).preprocess(BATCH, None, form=Form()),
+        "Mine.preprocess returned None, but must return the batch, a dict",
+    ),
+    "model": (lambda: with_(model=lambda self, metadata: nn.ReLU()).model({}), "Mine.model returned a ReLU, but must return a"),
+    "metrics": (lambda: scoring(lambda found, valid: {}).metrics(len, BATCH, VALID), "returned a dict, but must return Scores"),
+    "rows": (
+        lambda: scoring(lambda found, valid: Scores({}, torch.zeros(4))).metrics(len, BATCH, VALID),
+        r"Its rows, if any, are a tensor \[2, R\]",
+    ),
+    "monitor": (lambda: with_(reduce_metrics=lambda self, sums, rows: {"rmse": 1.0}).reduce_metrics({}, None), MONITOR),
+    "monitor tried": (lambda: tried(lambda found, valid: {"rmse": ((found * valid).sum(), valid.sum())}), MONITOR),
+    "padding": (
+        lambda: tried(lambda found, valid: {"loss": (found.sum(), len(found))}),
+        "Mine.metrics counts padding: .* the sum and count of 'loss' are .* and 2.0, but must",
+    ),
+    "mean": (
+        lambda: tried(lambda found, valid: {"loss": (found[valid].mean(), valid.sum())}),
+        "the sum and count of 'loss' are nan and 0.0",
+    ),
+}
+
+
+def tried(compute: Any) -> None:
+    task = scoring(lambda found, valid: Scores(compute(found, valid)))
+    task.try_metrics(task.model({}), BATCH, Form())
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_methods_return_is_checked(case: str) -> None:
+    call, text = WRONG[case]
+    with pytest.raises(TrainingError, match=text):
+        call()
