@@ -90,7 +90,16 @@ def _module(path: Path) -> ModuleType:
             f"task is {path}, but Python finds {found} by the name {name!r}. Give the file another name, such as "
             f"my_{name.replace('-', '_')}.py"
         )
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OURS or not ((path.parent / package).exists() or (path.parent / f"{package}.py").exists()):
+            raise
+        raise RecipeError(
+            f"{path.name} imports {error.name}, but Python finds Samerun's own package {package} ({error}): give yours "
+            f"another name, such as my_{package}"
+        ) from error
 
 
 def _sections(module: ModuleType, read: Any, path: Path) -> Any:

@@ -85,6 +85,13 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
         tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
 
 
+def test_a_package_of_the_user_that_has_a_name_of_ours_is_named(recipe: Path) -> None:
+    (recipe.parent / "app").mkdir()
+    (recipe.parent / "line.py").write_text(f"from app.networks import Net\n{LINE}")
+    with pytest.raises(RecipeError, match=r"line.py imports app.networks, but .*: give yours another name, such as my_"):
+        tasks.of(load(str(recipe)).recipe)
+
+
 def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
     hostile = recipe.parent / "run"
     hostile.mkdir()
