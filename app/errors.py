@@ -147,7 +147,7 @@ def printable(text: str) -> str:
 def leave_with(error: SamerunError, rank: int) -> NoReturn:
     """Print the error's text and end this process with its exit code, whatever the other ranks do.
 
-    Rank 0 speaks at once. The others wait a moment: where all have the same error, the launcher ends them before they
+    Rank 0 prints immediately. The others wait a moment: where all have the same error, the launcher ends them before they
     repeat it. `os._exit` skips destructors, in which a process group with a missing member could hang.
     """
     if rank != 0:
@@ -254,7 +254,7 @@ def _hang_up(*, but_not_on: int | None) -> None:
     In a ring, a process next to the one that is gone may wait for one further on, which waits here: its launcher could not
     end it before. The connection to the store is kept: threads of torch would complain of its loss.
     """
-    import psutil  # not at the top: the launcher, which starts at once, reads this file
+    import psutil  # not at the top: the launcher, which starts immediately, reads this file
 
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and but_not_on not in (connection.raddr.port, connection.laddr.port):

@@ -50,31 +50,6 @@ above_zero = _number(float, lambda value: 0 < value < math.inf, "a number, more 
 tolerance = _number(float, lambda value: 0 <= value < math.inf, "a number, 0 or more, such as 1e-5")
 share = _number(float, lambda value: 0 < value <= 1, "a share, more than 0 and at most 1, such as 0.8")
 
-# What other programs call it: the first that the command has is named. `key=` is of the recipe.
-_MEANT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "devices"), ("--gpus-per-node", "--processes")),
-    **dict.fromkeys(("nproc_per_node", "ntasks_per_node"), ("--processes-per-node",)),
-    **dict.fromkeys(("nproc", "np", "n", "ntasks", "world_size"), ("--processes", "--processes-per-node")),
-    **dict.fromkeys(("nnodes", "num_nodes"), ("--nodes",)),
-    **dict.fromkeys(("output_dir", "out_dir", "out", "logdir", "log_dir", "save_dir"), ("--run-dir",)),
-    **dict.fromkeys(("resume_from_checkpoint", "checkpoint", "ckpt"), ("--resume",)),
-    **dict.fromkeys(("report_to", "logger", "tracker", "log_with"), ("--trackers",)),
-    **dict.fromkeys(("precision", "fp16", "bf16", "amp"), ("--mixed-precision",)),
-    **dict.fromkeys(("config", "cfg", "yaml"), ("--recipe",)),
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), ("--tensor-parallel",)),
-    **dict.fromkeys(("pretrained", "weights", "finetune"), ("train.init_from=",)),
-    **dict.fromkeys(("master_port", "rdzv_port"), ("--port",)),
-    **dict.fromkeys(("batch_size", "batch", "bs", "b", "per_device_train_batch_size"), ("train.global_batch_size=",)),
-    **dict.fromkeys(("learning_rate", "base_lr"), ("optim.lr=",)),
-    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "epoch"), ("train.epochs=",)),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations"), ("train.steps=",)),
-    **dict.fromkeys(("model", "arch", "architecture"), ("model.name=",)),
-    **dict.fromkeys(("optimizer", "opt"), ("optim.name=",)),
-    **dict.fromkeys(("dataset", "data"), ("data.source=",)),
-    **dict.fromkeys(("data_dir", "data_path", "dataset_path"), ("data.path=",)),
-    **dict.fromkeys(("wd", "decay"), ("optim.weight_decay=",)),
-}
-
 _ACCELERATES = {
     "config_file": "--preset",
     "num_machines": "--nodes",
@@ -83,7 +58,6 @@ _ACCELERATES = {
     "parallelism_config_tp_size": "--tensor-parallel",
     "parallelism_config_dp_replicate_size": "--replicas",
 }
-_OF_LAUNCHERS = {**_ACCELERATES, "num_processes": "--processes", "processes_per_node": "--processes-per-node"}
 
 
 class _Once(argparse._StoreAction):
@@ -162,22 +136,13 @@ class Parser(argparse.ArgumentParser):
         after = words[words.index(word) + 1 :][:1]
         if not equals and after and not after[0].startswith("-") and "=" not in after[0]:
             value = after[0]
+        value = value or "..."
         takes_values = any("key=value" in str(action.metavar) for action in self._actions)
         keys = recipe_keys.kinds(tasks.DEFAULT) if takes_values else {}
-        of_recipe = [key for key in keys if name in (key, key.rpartition(".")[2])]
-        known = list(dict.fromkeys((*self.options(), *also)))
-        if not of_recipe:
-            meant = next((meant for meant in _MEANT.get(name, ()) if meant in known or meant[:-1] in keys), None)
-            if meant and meant.startswith("-"):
-                return f"give {meant} {value}".rstrip()
-            of_recipe = [meant[:-1]] if meant else []
-        if of_recipe:
-            key = " or ".join(f"{key}={value or '...'}" for key in of_recipe)
-            return f"recipe values are given as key=value: {key}"
-        launchers = [*_MEANT.get(name, ()), _OF_LAUNCHERS.get(name, f"--{name.replace('_', '-')}")]
-        if takes_values and (meant := next((option for option in launchers if option in _OF_LAUNCHERS.values()), None)):
-            return f"it is for what starts the processes, `samerun launch` or `accelerate launch`: {meant} {value or '...'}"
+        if of_recipe := [key for key in keys if name in (key, key.rpartition(".")[2])]:
+            return f"recipe values are given as key=value: {' or '.join(f'{key}={value}' for key in of_recipe)}"
         otherwise = "recipe values are given as key=value" if takes_values else ""
+        known = list(dict.fromkeys((*self.options(), *also)))
         return did_you_mean(option.replace("_", "-"), known, otherwise=otherwise, cutoff=0.7)
 
 

@@ -240,7 +240,6 @@ def _display(parts: Parts, run_dir: Path) -> Display:
         f"mixed_precision {launched.mixed_precision}, {runtime.numerics}"
     )
     notes = [
-        *runtime.notes,
         *parts.task.notes(without_hold_out(data)),
         *schedule.notes_on(parts.loaded.recipe.optim, length),
         *model_preparation.topology_dependence(parts.model),

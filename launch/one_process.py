@@ -72,8 +72,7 @@ def variables(
     if preset.distributed_type == "MULTI_GPU":
         own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
         return None if topology.hosts else found | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
-    # With these two left over, `app/environment/launched.py` reads the number of processes from the launcher's command line.
-    if preset.distributed_type != "NO" or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if preset.distributed_type != "NO":
         return None
     spinning = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if preset.use_cpu else {}
     return found | {"ACCELERATE_USE_CPU": str(preset.use_cpu)} | spinning

@@ -5,13 +5,8 @@
 is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
-<<<<<<< HEAD
 The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, which it turns into 1 by
 itself, and that process is recorded (app/runs/failure.py). torchrun's summary stays, the tracebacks of the launchers go.
-=======
-The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, where Accelerate gives 1;
-a line after torchrun's summary names that process, and the tracebacks of the launchers are left out.
->>>>>>> 9bf15a7 (One process: only the keys that Accelerate's launcher alone understands are checked; docs follow the launcher)
 """
 
 from __future__ import annotations

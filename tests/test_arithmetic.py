@@ -50,8 +50,7 @@ def faults(*ranks: list[Answer], kind: str = "cpu") -> list[tuple[int, str]]:
     return [(fault.rank, fault.text) for fault in compare([(f"node{rank}", kind, each) for rank, each in enumerate(ranks)])]
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("precision", "threads"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 1)], ids=str)
 def test_this_processor_computes_right_and_alike_each_time(precision: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     first = computed(precision)

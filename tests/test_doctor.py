@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import slurm_lab
 import torch.distributed as dist
-from processes import REPOSITORY, TIMEOUT_S, clean_environment
+from processes import TIMEOUT_S, clean_environment
 
 from app.checks.doctor import (
     AllReduce,
@@ -27,31 +29,23 @@ from app.checks.doctor import (
     isolated_nodes,
 )
 from app.environment.launched import Launched
-from app.errors import TopologyError
 
 
 def healthy(hosts: str = "abc", ranks_per_host: int = 2) -> Examination:
+    versions = {"torch": "2.15.0", "driver": "580.1"}
     processes = [
-        ProcessInfo(
-            host=host,
-            address=f"10.0.0.{local_rank}",
-            device=f"cuda:{local_rank}",
-            device_name="H100",
-            memory_bytes=(79 * 2**30, 80 * 2**30),
-            versions={"torch": "2.15.0", "driver": "580.1"},
-        )
+        ProcessInfo(host, "10.0.0.1", f"cuda:{rank}", "H100", (79 * 2**30, 80 * 2**30), versions)
         for host in hosts
-        for local_rank in range(ranks_per_host)
+        for rank in range(ranks_per_host)
     ]
-    all_reduce = AllReduce(size_bytes=2**20, elapsed_s=1e-4, wrong=[0] * len(processes))
-    return Examination(processes=processes, all_reduces=[all_reduce])
+    return Examination(processes, all_reduces=[AllReduce(2**20, 1e-4, [0] * len(processes))])
 
 
 def changed(rank: int, **values) -> Examination:
     """The same with other facts of one rank."""
     processes = list(healthy().processes)
-    processes[rank] = replace(processes[rank], **values)
-    return Examination(processes=processes)
+    processes[rank] = processes[rank]._replace(**values)
+    return Examination(processes)
 
 
 @pytest.mark.parametrize("hosts", ["a", "ab", "abc"])
@@ -68,7 +62,7 @@ def test_a_healthy_cluster_has_no_problems(hosts):
         (changed(2, versions={"torch": "2.15.0"}), "b: driver is none; 5 of 6 ranks have 580.1"),
         (changed(3, device_name="A100"), "b: device is A100; 5 of 6 ranks have H100"),
         (
-            replace(healthy(), all_reduces=[AllReduce(size_bytes=64, elapsed_s=1.0, wrong=[0, 0, 0, 5, 0, 0])]),
+            healthy()._replace(all_reduces=[AllReduce(64, 1.0, [0, 0, 0, 5, 0, 0])]),
             "rank 3 on b: the all-reduce of 64 bytes gave 5 wrong sums",
         ),
     ],
@@ -80,8 +74,8 @@ def test_a_problem_is_reported_once_with_its_node(examination, sentence):
 
 
 def test_without_a_majority_the_others_differ_from_rank_0_and_a_node_is_named_once():
-    processes = [replace(process, device_name=f"model {process.host}") for process in healthy("ab").processes]
-    problems = diagnose(Examination(processes=processes))
+    processes = [process._replace(device_name=f"model {process.host}") for process in healthy("ab").processes]
+    problems = diagnose(Examination(processes))
     assert [str(problem) for problem in problems] == ["b: device is model b; 2 of 4 ranks have model a"]
 
 
@@ -93,7 +87,7 @@ def test_no_node_is_excluded_if_all_have_problems():
 
 def test_bandwidths_are_those_of_nccl_tests():
     """https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: busbw = algbw * 2(n-1)/n."""
-    all_reduce = AllReduce(size_bytes=10**9, elapsed_s=0.5, wrong=[0] * 4)
+    all_reduce = AllReduce(10**9, 0.5, [0] * 4)
     assert (all_reduce.algbw_gb_per_s, all_reduce.busbw_gb_per_s) == (2.0, 3.0)
 
 
@@ -119,30 +113,26 @@ def test_two_processes(tmp_path):
     assert all(algbw == busbw for _, algbw, busbw, _ in figures)  # 2(n-1)/n is 1
     assert re.search(r"^versions of rank 0: python 3\.\S+, samerun .* torch 2\.", ended.stdout, re.MULTILINE)
     assert ended.stdout.endswith("\nnothing is wrong\n")
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("samerun doctor: ")] == []
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.multiproc
-def test_one_process_is_examined_without_output_of_other_libraries(tmp_path):
-    ended = doctor(folder=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "all-reduce" not in ended.stdout
-    assert [line for line in ended.stderr.splitlines() if not line.startswith("samerun doctor: ")] == []
-
-
-@pytest.mark.parametrize("with_file", [False, True])
-def test_a_phase_that_does_not_end_is_given_up(tmp_path, with_file):
-    file = tmp_path / "code"
-    script = (
-        "import time; from app.checks.doctor import time_limit; from app.environment.launched import Launched\n"
-        f"with time_limit(Launched(rank=0), 0.5, {str(file) if with_file else None!r}, 'all-reduce'): time.sleep(600)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == (0 if with_file else TopologyError.exit_code), ended.stderr
-    assert "TopologyError: all-reduce: not finished after 0.5 s (--patience)" in ended.stderr
-    assert (file.read_text() == "1") if with_file else not file.exists()
+def test_a_frozen_rank_is_ended_with_the_others(tmp_path):
+    command = [sys.executable, "-m", "launch.cli", "doctor", "--processes", "2", "--patience", "8"]
+    environment = clean_environment() | {"PET_SHUTDOWN_TIMEOUT": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as started:
+        frozen: list[psutil.Process] = []
+        while not frozen:
+            assert started.poll() is None
+            children = psutil.Process(started.pid).children(recursive=True)
+            frozen = [child for child in children if child.environ().get("RANK") == "1"]
+            time.sleep(0.1)
+        frozen[0].send_signal(signal.SIGSTOP)
+        _, errors = started.communicate(timeout=TIMEOUT_S)
+    assert started.returncode == 1
+    assert "TopologyError: joining the process group: not finished after 8 s (--patience)" in errors
+    assert not frozen[0].is_running()
 
 
 # Which nodes can connect to each other -----------------------------------------------------------------------------------
@@ -156,15 +146,13 @@ def both_ways(*pairs: str) -> BrokenLinks:
     ("broken", "isolated"),
     [
         ({}, {}),
-        (both_ways("ab"), {"b": "a (either way), for example 10.0.0.1, port 5: timed out. Check firewall"}),
-        (both_ways("bc"), {"c": "b (either way)"}),
-        (both_ways("ab", "bc", "bd"), {"b": "a (either way), c (either way), d (either way)"}),
-        (both_ways("ab", "cd"), {"d": "c (either way)", "b": "a (either way)"}),
-        ({("b", "c"): "no route"}, {"c": "b (to it), for example no route. "}),
-        ({("c", "b"): "no route"}, {"c": "b (from it)"}),
+        (both_ways("ab"), {"b": "a, for example 10.0.0.1, port 5: timed out. Check firewall"}),
+        (both_ways("ab", "bc", "bd"), {"b": "a, c, d"}),
+        (both_ways("ab", "cd"), {"d": "c", "b": "a"}),
+        ({("b", "c"): "no route"}, {"c": "b, for example no route. "}),
         (
             {("n7", f"n{index}"): "x" for index in range(100) if index != 7},
-            {"n7": ", ".join(f"n{index} (from it)" for index in (0, 1, 2, 3, 4, 5, 6, 8)) + " and 91 more, for example x"},
+            {"n7": ", ".join(f"n{index}" for index in (0, 1, 2, 3, 4, 5, 6, 8)) + " and 91 more, for example x"},
         ),
     ],
 )
@@ -235,7 +223,7 @@ def test_nodes_of_slurm(tmp_path):
             assert re.search(rf"\u2502 +node{number} +\u2502 +10\.77\.0\.{number} +\u2502 cpu ", output), output
         assert "nothing is wrong" in output
         output = examine(lab, "node3")
-        assert "WRONG node3: no connection with node2 (either way), for example 10.77.0.3, port " in output
+        assert "WRONG node3: no connection with node2, for example 10.77.0.3, port " in output
         assert "sbatch --exclude=node3" in output
         assert "joining the process group" not in output
         assert "WRONG node2 did not reach node 0 in 15 s (head_address is 'node1'" in examine(lab, "node1")

@@ -67,72 +67,40 @@ USAGE = (
     "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.21.5\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
 )
-CUDA = (
-    "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n"
-    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-)
-SYSTEM = (
-    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n"
-    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
-)
 INTERNAL = (
     "internal error - please report this issue to the NCCL developers, NCCL version 2.14.3\n"
     "ncclInternalError: Internal check failed.\nLast error:\n"
 )
 FOLLOWS = {
     # Met here: torch 2.15, two processes.
-    "gloo, late": "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 2000ms for send "
-    "operation to complete",
-    "gloo, gone": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18340. "
-    "This is typically caused by a remote worker crashing.",
+    "gloo, late": f"[{TCP}unbound_buffer.cc:129] Timed out waiting 2000ms for send operation to complete",
+    "gloo, gone": f"[{TCP}pair.cc:561] Connection closed by peer [127.0.0.1]:18340.",
     # Texts of libtorch_cpu.so 2.15, beside the name of gloo's tcp/pair.cc and tcp/unbound_buffer.cc
-    "gloo, not read": f"[{TCP}pair.cc] Read error [127.0.0.1]:18340: No route to host. This is typically caused by a remote "
-    "worker crashing.",
+    "gloo, not read": f"[{TCP}pair.cc] Read error [127.0.0.1]: No route to host. This is typically caused by a remote worker",
     "gloo, closed before": f"[{TCP}pair.cc] Socket closed [127.0.0.1]:18340",
     "gloo, gone before": f"[{TCP}pair.cc] Pair is not connected ([127.0.0.1]:1 <--> [127.0.0.1]:2)",
     "gloo, by another": f"[{TCP}unbound_buffer.cc] Application timeout caused pair closure",
-    # github.com/NVIDIA/nccl/issues/2076
+    # github.com/NVIDIA/nccl/issues/2076, 1928, 795
     "reset": NCCL + REMOTE + "socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset by peer",
-    # github.com/tatsu-lab/stanford_alpaca/issues/207
-    "InfiniBand": NCCL + REMOTE + "NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0",
-    # github.com/NVIDIA/nccl/issues/1928
     "OFI": NCCL + REMOTE + "NET/OFI Request 0x7f14cc5b60c0 completed with error. RC: 113. Error: 2 (UNDELIVERABLE).",
-    # github.com/NVIDIA/nccl/issues/795
     "as internal": NCCL + INTERNAL + "Net : Connection closed by remote peer node22.cluster<47861>",
-    # torch 2.15, ProcessGroupNCCL.cpp and NCCLUtils.cpp (texts of libtorch_cuda.so)
-    "aborted": "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 milliseconds before timing "
-    "out.",
-    # torch 2.15, nccl2/
+    # torch 2.15, ProcessGroupNCCL.cpp, NCCLUtils.cpp, nccl2/ and TCPStore.cpp
+    "aborted": "NCCL communicator was aborted on rank 1.",
     "nccl2, late": "Watchdog caught collective operation timeout: NCCL operation timed out",
     "nccl2, gone": "NCCL AllReduce failed: remote process exited or there was a network error",
-    # torch 2.15, ProcessGroupNCCL.cpp and TCPStore.cpp
-    "no rank 0": "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
-    "'0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+    "no rank 0": "[1] is setting up NCCL communicator, but store->get('0') got error: wait timeout after 600000ms",
     "no store": "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
 }
 CAUSES = {
     # libtorch_cpu.so 2.15, as above
-    "gloo, other sizes": f"[enforce fail at {TCP}pair.cc] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't "
-    "match expected size. Is there a distributed collective mismatch in your code?",
-    # Met here: torch 2.15, GLOO_SOCKET_IFNAME=nosuch
-    "gloo, no interface": "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable "
-    "to find address for: nosuch",
+    "gloo, other sizes": f"[enforce fail at {TCP}pair.cc] op.preamble.length <= op.nbytes. 8 vs 4.",
+    "gloo, no interface": f"[enforce fail at {TCP}device.cc:84] ifa != nullptr. Unable to find address for: nosuch",
     # github.com/NVIDIA/Megatron-LM/issues/661
     "one GPU": NCCL + USAGE + "Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000",
-    # texts of libnccl.so 2.30.7, of init.cc
-    "one GPU, NCCL 2.30": NCCL + USAGE + "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
-    "enable this configuration.",
     "versions": NCCL + USAGE + "Mismatched NCCL version detected : rank 1 version 23007 rank 0 version 22705",
-    # github.com/pytorch/pytorch/issues/111187 and the formats of libnccl.so
-    "no memory": NCCL + CUDA + "Cuda failure 2 'out of memory'",
-    # github.com/NVIDIA/nccl/issues/1838
-    "no peer access": NCCL + CUDA + "Cuda failure 217 'peer access is not supported between these two devices'",
-    "no interface": NCCL + SYSTEM + "NET/Socket : no interface found",
     # torch 2.15, ProcessGroupNCCL.cpp
     "no GPU": "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
-    "a number": "NCCL only supports CUDA tensors, but got a tensor on cpu",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLLOWS)

@@ -21,19 +21,17 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -53,12 +51,18 @@ from app.options import Parser, above_zero
 from app.recipe.batching import BatchPlan
 
 _WARM_UPS, _REPEATS = 2, 5
+_CONNECT_S = 5.0
+"""Time limit of one connection: Linux repeats a lost first packet after 1 and 3 seconds."""
+_CONCURRENT = 32
 TimeLimit = Callable[[str], AbstractContextManager[None]]
 """Limits the time of a phase, given its name."""
+Address = tuple[str, str, int]
+"""Host, IP address and port."""
+BrokenLinks = dict[tuple[str, str], str]
+"""Why a connection failed, with address and port, by the host that tried and the host that listened."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessInfo:
+class ProcessInfo(NamedTuple):
     """Device and software of one rank."""
 
     host: str
@@ -74,8 +78,7 @@ class ProcessInfo:
     """Versions of Python, packages and driver, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllReduce:
+class AllReduce(NamedTuple):
     """An all-reduce of float32 over all ranks, in the terms of nccl-tests (doc/PERFORMANCE.md there)."""
 
     size_bytes: int
@@ -96,8 +99,7 @@ class AllReduce:
         return self.algbw_gb_per_s * 2 * (ranks - 1) / ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examination:
+class Examination(NamedTuple):
     """All measurements."""
 
     processes: Sequence[ProcessInfo]
@@ -106,16 +108,14 @@ class Examination:
     """Wrong arithmetic."""
     all_reduces: Sequence[AllReduce] = ()
     """Empty for one process."""
-    notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
+class Finding(NamedTuple):
     """Something that is wrong."""
 
-    text: str
     host: str
     """Node to exclude."""
+    text: str
     rank: int | None = None
     """Rank, if only one rank has the problem."""
 
@@ -130,50 +130,43 @@ def main(argv: list[str] | None = None) -> None:
     try:
         options = _parse(argv)
         launched = read(own_environment())
-        limit = partial(time_limit, launched, options.patience, options.exit_code_file)
-        hosts, problems = _check_connections(launched, limit, timeout_s=2 * options.patience)
-        if not problems:
+        limit = partial(time_limit, launched, options.patience)
+        hosts, findings = _check_connections(launched, limit, timeout_s=2 * options.patience)
+        if not findings:
             examination = _examine(launched, limit)
-            hosts, problems = [process.host for process in examination.processes], diagnose(examination)
+            hosts, findings = [process.host for process in examination.processes], diagnose(examination)
             if launched.rank == 0:
                 _print_examination(examination)
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
-        exclude = exclude_option(hosts, problems)
-        lines = [f"WRONG {problem}" for problem in problems]
+        exclude = exclude_option(hosts, findings)
+        lines = [f"WRONG {finding}" for finding in findings]
         lines += [f"To exclude them under Slurm: sbatch {exclude} ..."] if exclude else []
-        lines.append("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        lines.append("nothing is wrong" if not findings else f"{len(findings)} problem{'s' if len(findings) > 1 else ''}")
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
     if options.exit_code_file is None:
-        sys.exit(1 if problems else 0)
+        sys.exit(1 if findings else 0)
     if launched.local_rank == 0:
-        Path(options.exit_code_file).write_text("1" if problems else "0")
+        Path(options.exit_code_file).write_text("1" if findings else "0")
 
 
 @contextmanager
-def time_limit(launched: Launched, seconds: float, exit_code_file: str | None, phase: str) -> Iterator[None]:
+def time_limit(launched: Launched, seconds: float, phase: str) -> Iterator[None]:
     """Announce a phase, and end this process if it takes too long: a collective operation waits for a missing rank forever.
 
-    With an `exit_code_file` the process ends with exit code 0, as `main` does.
+    The exit code makes the launcher end the other processes, a frozen one among them.
     """
     if launched.rank == 0:
         sys.stderr.write(f"samerun doctor: {phase}\n")
         sys.stderr.flush()
-
-    def give_up() -> None:
-        error = TopologyError(
-            f"{phase}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, or for a "
-            "rank that does not report it: exclude that rank's node, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the "
-            "network to use"
-        )
-        if exit_code_file is not None:
-            Path(exit_code_file).write_text("1")
-            error.exit_code = 0
-        leave_with(error, launched.rank)
-
-    timer = threading.Timer(seconds, give_up)
+    error = TopologyError(
+        f"{phase}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, or for a "
+        "rank that does not report it: exclude that rank's node, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the "
+        "network to use"
+    )
+    timer = threading.Timer(seconds, leave_with, (error, launched.rank))
     timer.start()
     try:
         yield
@@ -181,7 +174,7 @@ def time_limit(launched: Launched, seconds: float, exit_code_file: str | None, p
         timer.cancel()
 
 
-def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float) -> tuple[list[str], list[Problem]]:
+def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float) -> tuple[list[str], list[Finding]]:
     """Return the hosts and the problems between them. Only launchers have the store in which nodes find each other."""
     if launched.world_size == launched.local_world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return [], []
@@ -189,7 +182,7 @@ def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float
     head = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with limit("connections between nodes"):
         hosts, broken = find_broken_links(launched, head, interface=interface, timeout_s=timeout_s)
-    return hosts, [Problem(text=text, host=host) for host, text in isolated_nodes(broken, hosts).items()]
+    return hosts, [Finding(host, text) for host, text in isolated_nodes(broken, hosts).items()]
 
 
 def _examine(launched: Launched, limit: TimeLimit) -> Examination:
@@ -206,7 +199,7 @@ def _examine(launched: Launched, limit: TimeLimit) -> Examination:
     with limit("devices and versions"):
         processes = runtime.gather(_process_info(runtime.device))
     runtime.close()
-    return Examination(processes=processes, faults=faults, all_reduces=all_reduces, notes=runtime.notes)
+    return Examination(processes, faults, all_reduces)
 
 
 def _time_all_reduces(runtime: Runtime) -> list[AllReduce]:
@@ -227,7 +220,7 @@ def _time_all_reduces(runtime: Runtime) -> list[AllReduce]:
             wrong += int((buffer != ranks * (ranks + 1) / 2).sum())  # exact in float32 up to 5,792 ranks
         times, counts = zip(*runtime.gather((elapsed_s[_WARM_UPS:], wrong)), strict=True)
         slowest_s = map(max, zip(*times, strict=True))
-        measured.append(AllReduce(size_bytes=size_bytes, elapsed_s=statistics.median(slowest_s), wrong=counts))
+        measured.append(AllReduce(size_bytes, statistics.median(slowest_s), counts))
     return measured
 
 
@@ -239,50 +232,34 @@ def _process_info(device: torch.device) -> ProcessInfo:
         memory_bytes = machine.available, machine.total
     elif device.type == "cuda":
         name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
-        versions |= {"driver": _nvidia_driver(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return ProcessInfo(
-        host=socket.gethostname(),
-        address=address_towards(os.environ.get("MASTER_ADDR", "localhost")),
-        device=device.type if device.type == "cpu" else str(device),
-        device_name=name,
-        memory_bytes=memory_bytes,
-        versions=versions,
-    )
+        driver = Path("/sys/module/nvidia/version")  # hidden in some containers
+        versions["driver"] = driver.read_text().strip() if driver.exists() else "unknown"
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    address = address_towards(os.environ.get("MASTER_ADDR", "localhost"))
+    device_text = device.type if device.type == "cpu" else str(device)
+    return ProcessInfo(socket.gethostname(), address, device_text, name, memory_bytes, versions)
 
 
-def _nvidia_driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):  # not installed, as in some containers
-        return "unknown"
-    return lines[0] if lines else "unknown"
-
-
-def diagnose(examination: Examination) -> list[Problem]:
+def diagnose(examination: Examination) -> list[Finding]:
     """Return what is wrong: arithmetic, sums, and devices and versions other than on most ranks (or than on rank 0)."""
     processes = examination.processes
-    problems = [Problem(text=fault.text, host=fault.host, rank=fault.rank) for fault in examination.faults]
+    findings = [Finding(fault.host, fault.text, fault.rank) for fault in examination.faults]
     for each in examination.all_reduces:
-        for rank, count in enumerate(each.wrong):
-            if count:
-                text = f"the all-reduce of {each.size_bytes} bytes gave {count} wrong sums"
-                problems.append(Problem(text=text, host=processes[rank].host, rank=rank))
+        text = f"the all-reduce of {each.size_bytes} bytes gave {{}} wrong sums"
+        wrong = {rank: count for rank, count in enumerate(each.wrong) if count}
+        findings += [Finding(processes[rank].host, text.format(count), rank) for rank, count in wrong.items()]
     facts = [(process.host, {"device": process.device_name, **process.versions}) for process in processes]
     for name in dict.fromkeys(name for _, found in facts for name in found):
         values = [(host, found.get(name, "none")) for host, found in facts]
         usual, count = Counter(value for _, value in values).most_common(1)[0]
-        problems += [
-            Problem(text=f"{name} is {value}; {count} of {len(facts)} ranks have {usual}", host=host)
-            for host, value in dict.fromkeys(values)
-            if value != usual
-        ]
-    return problems
+        text = f"{name} is {{}}; {count} of {len(facts)} ranks have {usual}"
+        findings += [Finding(host, text.format(value)) for host, value in dict.fromkeys(values) if value != usual]
+    return findings
 
 
-def exclude_option(hosts: Sequence[str], problems: Sequence[Problem]) -> str | None:
+def exclude_option(hosts: Sequence[str], findings: Sequence[Finding]) -> str | None:
     """Return Slurm's option to exclude the nodes with problems; None if no node has one, or every node."""
-    excluded = [host for host in dict.fromkeys(hosts) if host in {problem.host for problem in problems}]
+    excluded = [host for host in dict.fromkeys(hosts) if host in {finding.host for finding in findings}]
     return f"--exclude={','.join(excluded)}" if 0 < len(excluded) < len(set(hosts)) else None
 
 
@@ -305,7 +282,7 @@ def _print_examination(examination: Examination) -> None:
             table.add_row(str(each.size_bytes), *figures, str(sum(each.wrong)))
         console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in processes[0].versions.items())
-    sys.stdout.writelines([f"versions of rank 0: {versions}\n", *(f"note: {note}\n" for note in examination.notes)])
+    sys.stdout.write(f"versions of rank 0: {versions}\n")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -320,19 +297,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_all(argv)
 
 
-if __name__ == "__main__":
-    main()
-
-
-_CONNECT_S = 5.0
-"""Time limit of one connection: Linux repeats a lost first packet after 1 and 3 seconds."""
-_CONCURRENT = 32
-Address = tuple[str, str, int]
-"""Host, IP address and port."""
-BrokenLinks = dict[tuple[str, str], str]
-"""Why a connection failed, with address and port, by the host that tried and the host that listened."""
-
-
 def find_broken_links(
     launched: Launched, head: tuple[str, int], *, interface: str | None, timeout_s: float
 ) -> tuple[list[str], BrokenLinks]:
@@ -343,23 +307,25 @@ def find_broken_links(
     """
     server = dist.TCPStore(*head, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore("samerun-doctor", server)
-    if launched.local_rank != 0:
-        return _result(store)
+
+    def values(key: str, ranks: Sequence[int]) -> list[Any]:
+        """Wait until all ranks have set the key, and return their values."""
+        return [json.loads(value) for value in store.multi_get([f"{key}/{rank}" for rank in ranks])]
+
     first_ranks = range(0, launched.world_size, launched.local_world_size)
     host, dual = socket.gethostname(), socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    # The kernel accepts connections itself, up to the backlog.
+    # The kernel accepts connections itself, up to the backlog. The listener is open until all nodes have connected.
     with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN) as listener:
-        own = host, _own_address(launched, head[0], interface), listener.getsockname()[1]
-        store.set(f"address/{launched.rank}", json.dumps(own))
-        addresses: list[Address] = _get(store, [f"address/{rank}" for rank in first_ranks])
-        others = [address for rank, address in zip(first_ranks, addresses, strict=True) if rank != launched.rank]
-        broken = connect_all(host, others)
-        store.set(f"broken/{launched.rank}", json.dumps(list(broken.items())))
-        if launched.rank == 0:
-            links = [link for part in _get(store, [f"broken/{rank}" for rank in first_ranks]) for link in part]
-            store.set("result", json.dumps([[name for name, _, _ in addresses], links]))
-        return _result(store)  # until then other nodes connect to this one
+        if launched.local_rank == 0:
+            own = host, _own_address(launched, head[0], interface), listener.getsockname()[1]
+            store.set(f"address/{launched.rank}", json.dumps(own))
+            addresses: list[Address] = values("address", first_ranks)
+            others = [address for rank, address in zip(first_ranks, addresses, strict=True) if rank != launched.rank]
+            store.set(f"broken/{launched.rank}", json.dumps(list(connect_all(host, others).items())))
+        links = [link for part in values("broken", first_ranks) for link in part]
+        hosts = [name for name, _, _ in values("address", first_ranks)]
+    return hosts, {(source, target): error for (source, target), error in links}
 
 
 def connect_all(source: str, addresses: Sequence[Address]) -> BrokenLinks:
@@ -387,13 +353,10 @@ def isolated_nodes(broken: Mapping[tuple[str, str], str], hosts: Sequence[str]) 
     while links:
         partners = {host: {end for link in links if host in link for end in link} - {host} for host in hosts}
         blamed = max(hosts, key=lambda host: (len(partners[host]), hosts.index(host)))
-        described = []
-        for other in sorted(partners[blamed], key=hosts.index):
-            outward, inward = (blamed, other) in links, (other, blamed) in links
-            described.append(f"{other} ({'either way' if outward and inward else 'from it' if outward else 'to it'})")
+        others = sorted(partners[blamed], key=hosts.index)
         example = next(error for link, error in links.items() if blamed in link)
         isolated[blamed] = (
-            f"no connection with {listed(described)}, for example {example}. Check firewall and routes between them; if "
+            f"no connection with {listed(others)}, for example {example}. Check firewall and routes between them; if "
             "another network connects the nodes, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
         links = {link: error for link, error in links.items() if blamed not in link}
@@ -415,11 +378,5 @@ def _own_address(launched: Launched, head: str, interface: str | None) -> str:
     return head if launched.rank == 0 else address_towards(head)
 
 
-def _get(store: dist.Store, keys: Iterable[str]) -> list[Any]:
-    """Wait until all keys are set, and return their values."""
-    return [json.loads(value) for value in store.multi_get(list(keys))]
-
-
-def _result(store: dist.Store) -> tuple[list[str], BrokenLinks]:
-    ((hosts, links),) = _get(store, ["result"])
-    return hosts, {(source, target): error for (source, target), error in links}
+if __name__ == "__main__":
+    main()

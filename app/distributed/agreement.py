@@ -9,7 +9,7 @@ messages could be taken for the other's.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,27 +22,6 @@ from app.errors import SamerunError, TopologyError, is_of_a_lost_peer
 
 LONGEST_WAIT = timedelta(days=1)
 """Longer than downloading, copying or decoding takes; what takes longer probably hangs."""
-
-
-@contextmanager
-def agreed(gather: Callable[[Any], list[Any]]) -> Iterator[None]:
-    """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all.
-
-    `gather` returns every rank's value, in their order. Without this the ranks that went well would wait for the others in
-    the next collective. Other exceptions are faults of the program: they pass with their traceback and the launcher ends the
-    other ranks.
-    """
-    mine: SamerunError | None = None
-    try:
-        yield
-    except SamerunError as error:
-        mine = error
-    errors = gather(None if mine is None else (type(mine), str(mine), socket.gethostname()))
-    failed = [rank for rank, error in enumerate(errors) if error is not None]
-    if failed:
-        kind, text, host = errors[failed[0]]
-        everywhere = len(failed) == len(errors)
-        raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
 
 
 class Ranks:
@@ -80,9 +59,22 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do as `agreed` does."""
-        with agreed(self.gather):
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all.
+
+        Without this the ranks that succeeded would wait for the others in the next collective. Other exceptions are faults of
+        the program: they pass with their traceback and the launcher ends the other ranks.
+        """
+        own: SamerunError | None = None
+        try:
             yield
+        except SamerunError as error:
+            own = error
+        errors = self.gather(None if own is None else (type(own), str(own), socket.gethostname()))
+        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        if failed:
+            kind, text, host = errors[failed[0]]
+            everywhere = len(failed) == len(errors)
+            raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from own
 
     def leave(self) -> None:
         """Let go of the group, before torch destroys it."""

@@ -1,12 +1,12 @@
-"""Loads DeepSpeed's C++ operator for CPUs, which is compiled on first use, so that a process killed meanwhile blocks nobody.
+"""Loads DeepSpeed's C++ operator for CPUs, which is compiled on first use, so that a process killed meanwhile blocks no other.
 
 torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles or loads leaves
 it behind, and every later one would wait for it for ever. So the operators are loaded before DeepSpeed asks for them, by one
 process at a time under a lock of the kernel's, which ends with its holder: whoever has that finds a `lock` only if it is a dead
 process's.
 
-Compiling may take minutes: that it goes on is said. torch compiles with whatever `ninja` is on the PATH, and one version
-compiles again what another one has: so it is always the one that DeepSpeed brought along.
+torch compiles with whatever `ninja` is on the PATH, and one version compiles again what another one has: so it is always the
+one that DeepSpeed requires.
 """
 
 from __future__ import annotations
@@ -15,77 +15,44 @@ import fcntl
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from accelerate.utils import patch_environment
 
 from app.errors import PresetError
 from app.files.paths import refuse_prepared
 
 _GUARD = "samerun.flock"
-_PATIENCE_S, _SAY_EVERY_S = 3.0, 20.0
+_PATIENCE_S = 3.0
 
 
 def load() -> None:
-    """Load, and compile where nobody has yet, what DeepSpeed needs here: on a CPU, what ranks of one machine meet through.
+    """Load, and compile if needed, the operator through which ranks of one machine exchange data on CPUs.
 
-    Raises PresetError where the folder of compiled operators cannot be used.
-
-    Not its CPUAdam: torch's own optimizers step (runtime.py).
+    Not its CPUAdam: torch's own optimizers step (runtime.py). Raises PresetError where the folder of compiled operators cannot
+    be used.
     """
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":
         return
-    with _alone() as root, _own_ninja():
+    from ninja import BIN_DIR
+
+    path = os.pathsep.join((BIN_DIR, os.environ.get("PATH", os.defpath)))
+    with _alone() as root, patch_environment(path=path):
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
         if builder is not None and builder.is_compatible(verbose=False):
             for leftover in root.glob(f"**/{builder.name}/lock"):
                 leftover.unlink()
-            with _announced(builder.name, root):
+            message = f"compiling DeepSpeed's {builder.name} in {root}, once for this machine and version, in some minutes\n"
+            timer = threading.Timer(_PATIENCE_S, sys.stderr.write, [message])
+            timer.start()
+            try:
                 builder.load(verbose=False)
-
-
-@contextmanager
-def _announced(name: str, root: Path) -> Iterator[None]:
-    """Say on stderr that an operator is compiled in the block, unless it is over in moments, and again as this goes on."""
-    began_s, is_over = time.monotonic(), threading.Event()
-
-    def go_on() -> None:
-        if is_over.wait(_PATIENCE_S):
-            return
-        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version; this can take some minutes")
-        while not is_over.wait(_SAY_EVERY_S):
-            _say(f"still compiling DeepSpeed's {name}, after {time.monotonic() - began_s:.0f} s")
-
-    teller = threading.Thread(target=go_on, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        teller.join()
-    if (took_s := time.monotonic() - began_s) > _PATIENCE_S:
-        _say(f"compiled DeepSpeed's {name} in {took_s:.0f} s")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-@contextmanager
-def _own_ninja() -> Iterator[None]:
-    """Put the `ninja` that DeepSpeed requires first on the PATH."""
-    from ninja import BIN_DIR
-
-    before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join((BIN_DIR, before))
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+            finally:
+                timer.cancel()
 
 
 @contextmanager

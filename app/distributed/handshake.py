@@ -37,15 +37,32 @@ def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -
 
     Raises TopologyError or PresetError.
     """
-    _check_type(accelerator, launched)
-    _check_size(accelerator, launched)
+    kind = accelerator.distributed_type
+    if kind not in _EXPECTED_TYPE[launched.strategy]:
+        raise PresetError(
+            f"the preset asks for {launched.strategy}, but Accelerate set up {kind.value}: the model would "
+            "not be sharded as asked. Try an unchanged preset of accelerate_configs/."
+        )
+    group = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    found = {"Accelerate": accelerator.num_processes, "torch.distributed": group}
+    wrong = [f"{library} sees {size}" for library, size in found.items() if size != launched.world_size]
+    if wrong:
+        raise TopologyError(
+            f"the launcher started {launched.world_size} processes, but {' and '.join(wrong)}: they would train "
+            "unsynchronized copies. A plain Accelerator() does this with distributed_type MULTI_GPU and no "
+            "GPU; start app.train with a preset of accelerate_configs/."
+        )
+    if accelerator.process_index != launched.rank:
+        raise TopologyError(
+            f"the launcher made this process rank {launched.rank}, Accelerate made it {accelerator.process_index}: check RANK."
+        )
     if accelerator.gradient_accumulation_steps != plan.accumulation:
         raise PresetError(
             f"the batch plan needs {plan.accumulation} forward passes a step, and Accelerate is set to "
             f"{accelerator.gradient_accumulation_steps}: remove gradient_accumulation_steps from the preset and "
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS from the environment."
         )
-    # Each rank contributes its own bit, so the sum tells who took part, not only how many.
+    # Each rank contributes its own bit, so the sum shows who took part, not only how many.
     bit = torch.zeros(launched.world_size, dtype=torch.int64, device=accelerator.device)
     bit[launched.rank] = 1
     with connecting(launched.rank):
@@ -55,32 +72,6 @@ def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -
             f"{launched.world_size} processes should take part once each, but a sum over the group counted "
             f"per rank {seen}. Either two processes have the same RANK, or two jobs use the same port: check "
             "the machine ranks and the port."
-        )
-
-
-def _check_type(accelerator: Accelerator, launched: Launched) -> None:
-    found = accelerator.distributed_type
-    if found not in _EXPECTED_TYPE[launched.strategy]:
-        raise PresetError(
-            f"the preset asks for {launched.strategy}, but Accelerate set up {found.value}: the model would "
-            "not be sharded as asked. Try an unchanged preset of accelerate_configs/."
-        )
-
-
-def _check_size(accelerator: Accelerator, launched: Launched) -> None:
-    group = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    found = {"Accelerate": accelerator.num_processes, "torch.distributed": group}
-    wrong = {who: size for who, size in found.items() if size != launched.world_size}
-    if wrong:
-        sizes = " and ".join(f"{who} sees {size}" for who, size in wrong.items())
-        raise TopologyError(
-            f"the launcher started {launched.world_size} processes, but {sizes}: they would train "
-            "unsynchronized copies. A plain Accelerator() does this with distributed_type MULTI_GPU and no "
-            "GPU; start app.train with a preset of accelerate_configs/."
-        )
-    if accelerator.process_index != launched.rank:
-        raise TopologyError(
-            f"the launcher made this process rank {launched.rank}, Accelerate made it {accelerator.process_index}: check RANK."
         )
 
 
@@ -108,9 +99,18 @@ def check_agreement(gather: Callable[[Any], list[Any]], device: torch.device, fa
 
 def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn.Module, clip_norm: float | None) -> None:
     """Check that `model`, as `prepare` returned it, is distributed and computes as the preset says. Raises PresetError."""
-    _check_precision(accelerator, launched, model)
+    config: Any = model
+    if launched.strategy == "deepspeed":  # whose config file can set its own
+        half = config.bfloat16_enabled() or config.torch_autocast_enabled()
+        precision = "fp16" if config.fp16_enabled() else "bf16" if half else "no"
+    else:
+        precision = accelerator.mixed_precision if accelerator.native_amp else "no"
+    if precision != launched.mixed_precision:
+        raise PresetError(
+            f"the preset's mixed_precision is {launched.mixed_precision}, but the prepared model computes in "
+            f"{precision}: set the precision only by mixed_precision, in the preset or on the command line."
+        )
     if launched.strategy == "deepspeed":
-        config: Any = model
         found = (config.gradient_clipping(), config.gradient_accumulation_steps())
         wanted = (clip_norm or 0.0, accelerator.gradient_accumulation_steps)
         if found != wanted:
@@ -125,20 +125,6 @@ def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn
         raise PresetError(
             f"{launched.world_size} processes train, but the model is a {type(model).__name__}, not DistributedDataParallel: "
             "the copies would drift apart. Use accelerate_configs/multi_gpu.yaml."
-        )
-
-
-def _check_precision(accelerator: Accelerator, launched: Launched, model: torch.nn.Module) -> None:
-    engine: Any = model
-    if launched.strategy == "deepspeed":  # whose config file may have an opinion of its own
-        half = engine.bfloat16_enabled() or engine.torch_autocast_enabled()
-        found = "fp16" if engine.fp16_enabled() else "bf16" if half else "no"
-    else:
-        found = accelerator.mixed_precision if accelerator.native_amp else "no"
-    if found != launched.mixed_precision:
-        raise PresetError(
-            f"the preset's mixed_precision is {launched.mixed_precision}, but the prepared model computes in "
-            f"{found}: set the precision only by mixed_precision, in the preset or on the command line."
         )
 
 

@@ -37,7 +37,7 @@ def survive_compile_failures(accelerator: Accelerator) -> None:
     # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
     SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
     # Where torch says what it has suppressed, at length (torch 2.15).
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_Sentence().of)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_FirstFailure().shorten)
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -46,18 +46,16 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-class _Sentence:
+class _FirstFailure:
     def __init__(self) -> None:
-        self._is_said = False
+        self._is_shown = False
 
-    def of(self, record: logging.LogRecord) -> bool:
+    def shorten(self, record: logging.LogRecord) -> bool:
         """Make the first report of a failure one sentence, and drop the others."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None:
-            return True
-        if self._is_said:
-            return False
-        self._is_said = True
+        if error is None or self._is_shown:
+            return error is None
+        self._is_shown = True
         why = next(iter(str(error).splitlines()), "")
         record.msg = (
             f"torch.compile failed ({type(error).__name__}: {why}); what it could not compile runs uncompiled, with the same "
@@ -124,38 +122,33 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
 
     Raises RecipeError if it takes none, and on CPU, where torch has no such layer.
     """
+    why = None
     if not batchnorms(model):
-        raise RecipeError(
-            f"train.sync_batchnorm is true, but the model, {type(model).__name__}, has no batch normalization: remove it"
+        why = f"the model, {type(model).__name__}, has no batch normalization: remove it"
+    elif device_type == "cpu":
+        why = (
+            "the run is on CPU, where torch has no synchronized batch normalization: set train.sync_batchnorm=false, choose a "
+            "model without batch normalization, or run on GPUs"
         )
-    if device_type == "cpu":
-        raise RecipeError(
-            "train.sync_batchnorm is true, but the run is on CPU, where torch has no synchronized batch normalization: "
-            "set train.sync_batchnorm=false, choose a model without batch normalization, or run on GPUs"
-        )
+    if why:
+        raise RecipeError(f"train.sync_batchnorm is true, but {why}")
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
 
 def topology_dependence(model: nn.Module) -> list[str]:
-    """Return a sentence for each kind of layer through which the same recipe can give another result on other processes."""
-    sentences = []
-    # One that is frozen is not in training mode: it keeps its statistics.
-    using_batches = {name: layer for name, layer in batchnorms(model).items() if layer.training}
-    unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
-    if unsynchronized:
-        sentences.append(
-            f"{_counted(unsynchronized, 'batch normalization layer')}: statistics are computed per "
-            "micro-batch, so results depend on the number of processes (on GPUs, train.sync_batchnorm=true "
-            "computes them over all processes)"
-        )
-    return sentences
+    """Return a sentence if layers make the result of a recipe depend on the number of processes."""
+    # A frozen one is not in training mode: it keeps its statistics.
+    found = [name for name, it in batchnorms(model).items() if it.training and not isinstance(it, nn.SyncBatchNorm)]
+    if not found:
+        return []
+    plural, more = ("s", ", ...") if len(found) > 1 else ("", "")
+    return [
+        f"{len(found)} batch normalization layer{plural} ({found[0]}{more}): statistics are computed per micro-batch, so "
+        "results depend on the number of processes (on GPUs, train.sync_batchnorm=true computes them over all processes)"
+    ]
 
 
 def batchnorms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
     """Return the model's batch normalizations by their names."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
-
-
-def _counted(names: list[str], what: str) -> str:
-    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({names[0]}{', ...' if len(names) > 1 else ''})"

@@ -1,8 +1,8 @@
 """How a device computes: whether float32 is rounded to TF32, and whether kernels are deterministic.
 
-torch rounds the factors of float32 convolutions on NVIDIA GPUs to TF32, 10 bits of 23, unless it is told not to, and those of
-matrix products only if it is told to, as Accelerate 1.15 does where a model is compiled without mixed precision (state.py).
-Here it is told the same for both: what the recipe says. CPUs compute float32 as IEEE has it.
+torch rounds the factors of float32 convolutions on NVIDIA GPUs to TF32, 10 bits of 23, unless a setting forbids it, and factors
+of matrix products only if a setting asks for it, as Accelerate 1.15 does where a model is compiled without mixed precision.
+Here both settings are the recipe's. CPUs compute float32 as IEEE has it.
 
 torch 2.9 gave the settings new names, and reading one by its old name raises an error where the new ones say something else
 (aten/src/ATen/Context.cpp, 2.9 to 2.15). torch's compiler reads them by both. So all are set, to the same.
@@ -46,13 +46,21 @@ def set_up(device: torch.device, *, tf32: bool, deterministic: bool) -> Numerics
     Raises RecipeError if the environment has cuBLAS compute otherwise.
     """
     found = Numerics(tf32=tf32 and device.type == "cuda", deterministic=deterministic)
-    _set_float32(tf32=found.tf32)
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # what is not set follows it, on GPUs the next
+    torch.backends.cudnn.fp32_precision = "tf32" if found.tf32 else "ieee"
+    torch.set_float32_matmul_precision("highest")  # of CPUs as well
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = found.tf32
     # Never timed and chosen: what is fastest in that moment may be another kernel on another rank, and in the next start, and
     # rounds otherwise; and each new shape, such as an evaluation's last batch, would be timed anew (docs/performance-gpu.md).
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
     if deterministic and device.type == "cuda":
-        _fix_workspace()
+        workspace = os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])  # cuBLAS reads it when it first computes
+        if workspace not in _FIXED_WORKSPACES:
+            raise RecipeError(
+                f"train.deterministic is true, and {_WORKSPACE} is {workspace!r} in the environment, which allows "
+                f"cuBLAS to give other bits each time: unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
+            )
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(deterministic)
     return found
@@ -83,23 +91,3 @@ def refusals_named() -> Iterator[None]:
             f"train.deterministic is true, and torch {torch.__version__} has no deterministic kernel for "
             f"{refused[1]}: choose another model, or train.deterministic=false"
         ) from error
-
-
-def _set_float32(*, tf32: bool) -> None:
-    precision = "tf32" if tf32 else "ieee"
-    if hasattr(torch.backends, "fp32_precision"):  # what is not set by itself follows the first, that of GPUs the second
-        torch.backends.fp32_precision = "ieee"
-        torch.backends.cudnn.fp32_precision = precision
-    torch.set_float32_matmul_precision("highest")  # of CPUs as well
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
-def _fix_workspace() -> None:
-    """cuBLAS reads it when it first computes."""
-    given = os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])
-    if given not in _FIXED_WORKSPACES:
-        raise RecipeError(
-            f"train.deterministic is true, and {_WORKSPACE} is {given!r} in the environment, which allows "
-            f"cuBLAS to give other bits each time: unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
-        )

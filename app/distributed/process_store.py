@@ -15,11 +15,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +30,12 @@ from app.runs.failure import Recorder
 
 _MEETING = timedelta(minutes=30)
 """How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
+_ASK_EVERY = timedelta(seconds=10)
+"""Also before the first question: most starts are over by then."""
+_DEAF_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
+class RankDevice(NamedTuple):
     """What one process computes on."""
 
     rank: int
@@ -44,39 +45,27 @@ class Device:
     identity: str = ""
     """What no other device has, however processes number them; empty for a CPU, which many may share."""
     visible: int = 0
-    """Devices that the process is shown."""
-    listed: str = ""
-    """CUDA_VISIBLE_DEVICES, as the process has it."""
+    """Devices that the process can see."""
 
 
-def own_device(launched: Launched, *, on_cpu: bool) -> Device:
+def own_device(launched: Launched, *, on_cpu: bool) -> RankDevice:
     """Return the device that Accelerate will take (accelerate 1.15, state.py, `set_device`)."""
     host, accelerator = socket.gethostname(), torch.accelerator.current_accelerator()
     if on_cpu or accelerator is None:
-        return Device(rank=launched.rank, host=host, name="cpu")
+        return RankDevice(launched.rank, host, "cpu")
     count = torch.accelerator.device_count()
     name = f"{accelerator.type}:{launched.local_rank % count}"
     is_nvidia = accelerator.type == "cuda"
     identity = str(torch.cuda.get_device_properties(name).uuid) if is_nvidia else f"{host} {name}"
-    return Device(rank=launched.rank, host=host, name=name, identity=identity, visible=count, listed=launched.visible_devices)
+    return RankDevice(launched.rank, host, name, identity, count)
 
 
-def meet(device: Device, world_size: int) -> tuple[dist.Store, list[Device]]:
-    """Return the store of all processes, and the devices of all in the order of the ranks.
-
-    Where no launcher has the store, rank 0 serves it as long as one of its own is kept (TCPStore, multi_tenant): keep it until
-    the group is made. Raises TopologyError if some do not come, and DistNetworkError if the store cannot be reached.
-    """
-    store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
-    return store, exchange(store, device, world_size)
-
-
-def exchange(store: dist.Store, device: Device, world_size: int) -> list[Device]:
+def exchange(store: dist.Store, device: RankDevice, world_size: int) -> list[RankDevice]:
     """Return the devices of all processes, of which each calls this once. Raises TopologyError if some do not come in time."""
     keys = [f"samerun/device/{rank}" for rank in range(world_size)]
-    store.set(keys[device.rank], json.dumps(asdict(device)))
+    store.set(keys[device.rank], json.dumps(device))
     try:
-        return [Device(**json.loads(told)) for told in store.multi_get(keys)]
+        return [RankDevice(*json.loads(value)) for value in store.multi_get(keys)]
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise TopologyError(
@@ -85,94 +74,76 @@ def exchange(store: dist.Store, device: Device, world_size: int) -> list[Device]
         ) from error
 
 
-def check(devices: Sequence[Device]) -> None:
+def compare_devices(launched: Launched, *, on_cpu: bool) -> dist.Store:
+    """Check that each process has its own device, and return the store of all processes.
+
+    Where no launcher has the store, rank 0 serves it as long as one of its own is kept (TCPStore, multi_tenant): keep it until
+    the group is made. Raises TopologyError if some do not come or share a device, and DistNetworkError if the store cannot be
+    reached.
+    """
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+    check(exchange(store, own_device(launched, on_cpu=on_cpu), launched.world_size))
+    return store
+
+
+def check(devices: Sequence[RankDevice]) -> None:
     """Raise TopologyError if two processes take one device; it names them."""
     by_identity = defaultdict(list)
     for device in devices:
-        if device.identity:
-            by_identity[device.identity].append(device)
-    shared = [takers for takers in by_identity.values() if len(takers) > 1]
-    if shared:
-        named = [
-            f"{_ranks([each.rank for each in takers])} on {takers[0].host} would share {takers[0].name} "
-            f"(of {takers[0].visible} visible there)"
-            for takers in shared[:8]
-        ]
+        by_identity[device.identity].append(device)
+    named = [
+        f"{_ranks([each.rank for each in takers])} on {takers[0].host} would share {takers[0].name} "
+        f"(of {takers[0].visible} visible there)"
+        for identity, takers in by_identity.items()
+        if identity and len(takers) > 1
+    ]
+    if named:
         raise TopologyError(
-            f"{'; '.join(named)}: start at most one process per visible device of a node (--processes, "
+            f"{'; '.join(named[:8])}: start at most one process per visible device of a node (--processes, "
             "--num_processes, or the scheduler's tasks per node)."
         )
-
-
-def confined(devices: Sequence[Device]) -> str | None:
-    """Return a note if processes of one node are shown one GPU each, and not by CUDA_VISIBLE_DEVICES but by their cgroup or
-    container: then each calls another GPU cuda:0 under the same list. What that costs: docs/slurm.md.
-    """
-    by_host = defaultdict(list)
-    for device in devices:
-        by_host[device.host].append(device)
-    for host, there in by_host.items():
-        alike = len({(each.name, each.visible, each.listed) for each in there}) == 1 and there[0].visible == 1
-        if alike and len({each.identity for each in there}) > 1:
-            return (
-                f"each process on {host} sees only its own GPU, so NCCL may be unable to use NVLink and "
-                "peer-to-peer copies. Under Slurm let each task see all GPUs of its node: "
-                f"--gpus-per-node={len(there)} instead of --gpus-per-task (docs/slurm.md)"
-            )
-    return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
-_ASK_EVERY = timedelta(seconds=10)
-"""Also before the first question: most starts are over by then."""
-_DEAF_S = 60.0
-
-
 class StoreWatch:
     """Asks the store of the processes until `stop`, in a thread, and ends this process if it gives no answer for long."""
 
     def __init__(self, launched: Launched, address: str) -> None:
-        """`address` is that of the store, HOST:PORT."""
+        """`address` is that of the store, HOST:PORT. A process alone has none."""
         self._launched, self._address = launched, address
         self._over = threading.Event()
-        self._answered_s = time.monotonic()
-        self.phase = "joining the other processes"
-        """What this process does now, for the message."""
-
-    def start(self) -> StoreWatch:
-        """Begin to watch; a process alone has no store."""
-        if self._launched.world_size > 1:
-            for target in (self._ask, self._watch):
-                threading.Thread(target=target, name="store", daemon=True).start()
-        return self
+        if launched.world_size > 1:
+            threading.Thread(target=self._watch, name="store", daemon=True).start()
 
     def stop(self) -> None:
         """Watch no longer."""
         self._over.set()
 
-    def _ask(self) -> None:
-        """Ask it again and again. A deaf one keeps this thread for ever, in torch's code."""
+    def _watch(self) -> None:
         host, _, port = self._address.rpartition(":")
         store: dist.Store | None = None
         while not self._over.wait(_ASK_EVERY.total_seconds()):
+            deaf = threading.Timer(_DEAF_S, self._end)  # a deaf store keeps this thread for ever, in torch's code
+            deaf.daemon = True
+            deaf.start()
             try:
                 store = store or dist.TCPStore(host, int(port), None, False, _ASK_EVERY, wait_for_workers=False)
                 store.check(["samerun/deaf"])
-            except RuntimeError:  # there is none yet, or it is gone: that is seen and said where it is needed
+            except RuntimeError:  # not there yet, or gone: that is reported where it is needed
                 store = None
-            self._answered_s = time.monotonic()
+            deaf.cancel()
 
-    def _watch(self) -> None:
-        while not self._over.wait(1.0):
-            if time.monotonic() - self._answered_s > _DEAF_S:
-                rank, size = self._launched.rank, self._launched.world_size
-                hang = HangError(
-                    f"the store at {self._address}, through which the processes meet, gave rank {rank} of {size} no "
-                    f"answer for {_DEAF_S:.0f} s, while it was {self.phase}. Other programs that connect to that port "
-                    "again and again stop it: close it to them (docs/network-security.md), or choose another with --port"
-                )
-                Recorder(self._launched.errors).record(hang, rank=rank)
-                leave_with(hang, rank)
+    def _end(self) -> None:
+        rank, size = self._launched.rank, self._launched.world_size
+        hang = HangError(
+            f"the store at {self._address}, through which the processes meet, gave rank {rank} of {size} no answer for "
+            f"{_DEAF_S:.0f} s. Other programs that connect to that port again and again stop it: close it to them "
+            "(docs/network-security.md), or choose another with --port"
+        )
+        if not self._over.is_set():
+            Recorder(self._launched.errors).record(hang, rank=rank)
+            leave_with(hang, rank)

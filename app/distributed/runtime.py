@@ -6,10 +6,10 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 
 The mesh's dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard`
 (shards of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp),
-with a dp_shard of size 1 if need be. Ranks of one node are neighbours: what is exchanged most, the innermost, stays within a
+with a dp_shard of size 1 if need be. Ranks of one node are neighbors: what is exchanged most, the innermost, stays within a
 node.
 
-Messages of other libraries that appear at every start and that nobody can act on are filtered by their text (torch 2.14,
+Messages of other libraries that appear at every start and that need no action are filtered by their text (torch 2.14,
 deepspeed 0.19.8); all others are shown.
 
 Most presets set few of DeepSpeed's keys, and Accelerate makes a DeepSpeed config of them; a preset can also name a config file.
@@ -21,8 +21,6 @@ import io
 import logging
 import os
 import socket
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -47,7 +45,6 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader
 
 from app.distributed import compiled_ops, model_preparation, numerics, process_store
 from app.distributed.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
@@ -57,7 +54,7 @@ from app.environment.launched import NO_FP16_ON_CPU, Launched
 from app.errors import PresetError, TopologyError
 from app.recipe.batching import BatchPlan
 
-_MEETING_S = 45.0
+_MEETING = timedelta(seconds=45)
 """How much later than the others rank 0 may start, if no launcher that waits for it started them."""
 _COLLECTIVE = timedelta(minutes=30)
 """Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
@@ -85,50 +82,48 @@ class Runtime:
         recipe, RecipeError if the environment does, and TopologyError if the processes cannot meet, or two of them would share
         a device.
         """
-        _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
         self.workers = workers
         self.signs_of_life, self.step = 0, 0  # see `alive`
-        self.notes = list(launched.notes)
-        """Notes for the user about the processes."""
         if launched.variables:
             os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
-            _await_head(launched)
         self._collective = _time_out(hang_timeout_s)
         on_cpu = _runs_on_cpu(launched)
         silence_libraries(on_cpu=on_cpu)
-        self.store_watch = StoreWatch(launched, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
-        """Until the first step; with a --hang-timeout of 0 never."""
-        if hang_timeout_s != 0:
-            self.store_watch.start()
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        self.store_watch = StoreWatch(launched, f"{address}:{port}")
+        """Until the first step; with a --hang-timeout of 0 not at all."""
+        if hang_timeout_s == 0:
+            self.store_watch.stop()
         try:
-            store = self._compare_devices(on_cpu=on_cpu)
+            if launched.variables and launched.rank != 0:  # torch would try for half an hour; a launcher's processes have met
+                dist.TCPStore(str(address), int(port or 0), is_master=False, wait_for_workers=False, timeout=_MEETING)
+            store = process_store.compare_devices(launched, on_cpu=on_cpu) if launched.world_size > 1 else None
             with connecting(launched.rank):
                 self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
         except DistNetworkError as error:
-            raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+            raise TopologyError(
+                f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at "
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: {str(error).splitlines()[0]}. MASTER_ADDR must be the name or "
+                "address of rank 0's machine, and MASTER_PORT must be free there; to change them, set both in the environment "
+                "of all processes."
+            ) from error
         del store  # the group has its own store
-        self.mesh = build_mesh(self.accelerator, launched)
+        self.mesh: DeviceMesh | None = self.accelerator.torch_device_mesh
         """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
-        self._data_group = data_group(self.mesh)
+        self._data_group: dist.ProcessGroup | None = None
+        """Ranks over which values of samples are summed; None: all."""
+        if launched.tensor_parallel > 1:
+            shape = launched.data_ranks, launched.tensor_parallel
+            self.mesh = init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
+            self._data_group = self.mesh.get_group("dp_shard")
         self._ranks = Ranks()
         # After Accelerate, which sets some of it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         model_preparation.survive_compile_failures(self.accelerator)
-        self.store_watch.phase = "preparing the training"
         if hang_timeout_s is None:  # tools have no watchdog that takes over
             self.store_watch.stop()
-
-    def _compare_devices(self, *, on_cpu: bool) -> Any:
-        """Check that each process has its own device; return the store that they used for it."""
-        if self.launched.world_size == 1:
-            return None
-        own = process_store.own_device(self.launched, on_cpu=on_cpu)
-        store, everywhere = process_store.meet(own, self.launched.world_size)
-        process_store.check(everywhere)
-        self.notes += filter(None, [process_store.confined(everywhere)])
-        return store
 
     @property
     def is_main(self) -> bool:
@@ -211,7 +206,20 @@ class Runtime:
 
         Accelerate would copy each on the stream that computes; `app.data.loader` does it while that is at work.
         """
-        return deal_batches(self.accelerator, self.launched, loader)
+        if self.launched.tensor_parallel == 1:
+            return self.accelerator.prepare_data_loader(loader, device_placement=False)
+        dealt = prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=self.launched.data_ranks,
+            process_index=self.launched.data_rank,
+            split_batches=self.accelerator.split_batches,
+            even_batches=self.accelerator.even_batches,
+            put_on_device=False,
+            rng_types=[],
+        )
+        self.accelerator._dataloaders.append(dealt)  # released at the end
+        return dealt
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Average floating-point buffers (running statistics of batch norms) over the ranks.
@@ -238,46 +246,9 @@ class Runtime:
         self.accelerator.end_training()
 
 
-def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
-    asked = launched.gradient_clipping
-    if asked is not None and asked != (clip_norm or 0.0):
-        raise PresetError(
-            f"the preset's gradient_clipping is {asked} and the recipe's optim.clip_norm is {clip_norm}: clipping belongs to "
-            "the recipe. Remove it from the preset."
-        )
-
-
-def _await_head(launched: Launched) -> None:
-    """Check that rank 0 can be reached; torch would try for half an hour. Processes of a launcher have met already."""
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    deadline_s = time.monotonic() + _MEETING_S
-    while launched.rank != 0:
-        try:
-            socket.create_connection(address, timeout=5.0).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise TopologyError(_cannot_meet(launched, f"no connection in {_MEETING_S:.0f} s: {error}")) from error
-            time.sleep(0.2)
-
-
-def _cannot_meet(launched: Launched, why: str) -> str:
-    meeting_point = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
-    return (
-        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at "
-        f"{meeting_point}: {why}. MASTER_ADDR must be the name or address of rank 0's machine, and "
-        "MASTER_PORT must be free there; to change them, set both in the environment of all processes."
-    )
-
-
 def _time_out(hang_timeout_s: int | None) -> timedelta:
-    """How long a collective between devices may take: well above the time after which the watchdog says where ranks stand.
-
-    Without a watchdog, as in tools that train nothing, it is the shortest.
-    """
-    if hang_timeout_s == 0:
-        return LONGEST_WAIT
-    return max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
+    """Return how long a collective between devices may take: well above the time after which the watchdog reports a hang."""
+    return LONGEST_WAIT if hang_timeout_s == 0 else max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
 
 
 def _runs_on_cpu(launched: Launched) -> bool:
@@ -292,28 +263,58 @@ def _runs_on_cpu(launched: Launched) -> bool:
 def _build_accelerator(
     launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
 ) -> Accelerator:
-    joining = InitProcessGroupKwargs(timeout=collective)
-    # What the preset says of a mesh is read already: to Accelerate a size of -1 is none, and tensor parallelism breaks in it
-    # (1.15, `_prepare_tp`, with transformers 5.23: ImportError).
+    # The preset's mesh has been read: to Accelerate a size of -1 is none, and tensor parallelism breaks in it (1.15,
+    # `_prepare_tp`, with transformers 5.23: ImportError).
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-    copies = copies_config(launched)
+    copies = None
+    if launched.replicas > 1:
+        shards = launched.world_size // launched.replicas
+        copies = _Copies(dp_replicate_size=launched.replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1)
+    joining = InitProcessGroupKwargs(timeout=collective)
     settings: dict[str, Any] = {
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
         # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
         "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True),
         # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
-        "kwargs_handlers": [
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            joining,
-        ],
+        "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True), joining],
     }
     if launched.strategy == "deepspeed":
-        settings["deepspeed_plugin"] = complete_deepspeed_settings(plan, clip_norm)
+        settings["deepspeed_plugin"] = _deepspeed_plugin(plan, clip_norm)
         compiled_ops.load()
     if on_cpu:
         return _accelerator_on_cpu(launched, settings, joining, copies)
     return Accelerator(parallelism_config=copies, **settings)
+
+
+def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
+    """Return the preset's settings with those that the recipe and the plan decide. Raises PresetError."""
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
+    config = plugin.deepspeed_config
+    deepspeed_file.refuse_nvme(config["zero_optimization"])
+    config |= {
+        # DeepSpeed 0.19 clips at 1.0 unless it is given 0.0, and Accelerate does not pass 0.0 on.
+        "gradient_clipping": clip_norm,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        # What steps on offloaded weights is torch's optimizer too. Accelerate 1.15 would put DeepSpeedCPUAdam in the place of
+        # any, SGD as well (`map_pytorch_optim_to_deepspeed`). torch's fused AdamW is as fast: docs/performance.md.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return plugin
+
+
+class _Copies(ParallelismConfig):
+    """Accelerate's words for copies of a model, with the mesh's own name for their shards.
+
+    Its own name is that of a dimension flattened out of one, of which torch 2.15 warns and which no mesh above it knows.
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions over which FSDP2 keeps copies, and shards them."""
+        return ["dp_replicate", "dp_shard"]
 
 
 # ---- Only for machines without an accelerator ------------------------------------------------------------------------
@@ -333,7 +334,7 @@ def _accelerator_on_cpu(
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
         # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.
         settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        with without_success():
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints that it has found an operator
             return Accelerator(**settings)
     if launched.strategy == "fsdp2":
         plugin = settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
@@ -351,104 +352,11 @@ def _accelerator_on_cpu(
     return Accelerator(cpu=True, **settings)
 
 
-class _Copies(ParallelismConfig):
-    """Accelerate's words for copies of a model, with the mesh's own name for their shards.
-
-    Its own name is that of a dimension flattened out of one, of which torch 2.15 warns and which no mesh above it knows.
-    """
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """The dimensions over which FSDP2 keeps copies, and shards them."""
-        return ["dp_replicate", "dp_shard"]
-
-
-def copies_config(launched: Launched) -> ParallelismConfig | None:
-    """Return what tells Accelerate of the copies of HSDP; None: there are none."""
-    if launched.replicas == 1:
-        return None
-    return _Copies(
-        dp_replicate_size=launched.replicas,
-        dp_shard_size=launched.world_size // launched.replicas,
-        tp_size=1,
-        cp_size=1,
-        sp_size=1,
-    )
-
-
-def build_mesh(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
-    """Return the mesh; None: the model is sharded over all ranks, or not at all. Called by all ranks together."""
-    if launched.tensor_parallel == 1:
-        mesh: DeviceMesh | None = accelerator.torch_device_mesh
-        return mesh
-    shape = launched.data_ranks, launched.tensor_parallel
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
-
-
-def deal_batches(accelerator: Accelerator, launched: Launched, loader: DataLoader) -> Any:
-    """Return this data-parallel rank's shares of a loader's global micro-batches, as Accelerate deals them."""
-    if launched.tensor_parallel == 1:
-        return accelerator.prepare_data_loader(loader, device_placement=False)
-    dealt = prepare_data_loader(
-        loader,
-        accelerator.device,
-        num_processes=launched.data_ranks,
-        process_index=launched.data_rank,
-        split_batches=accelerator.split_batches,
-        even_batches=accelerator.even_batches,
-        put_on_device=False,
-        rng_types=[],
-    )
-    accelerator._dataloaders.append(dealt)  # which it lets go of at the end
-    return dealt
-
-
-def data_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the group of this rank over which what is of samples is added up; None: all ranks."""
-    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
-        return None
-    return mesh.get_group("dp_shard")
-
-
 def silence_libraries(*, on_cpu: bool) -> None:
-    """Leave out what is known here; to be called before DeepSpeed is imported, which Accelerate does under any preset."""
+    """Leave out known messages; call it before DeepSpeed is imported, which Accelerate does under any preset."""
     # FSDP2 itself calls what torch has given new names, at every unit of every step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if on_cpu:
-        _leave_out("DeepSpeed", "Setting accelerator to CPU")
-        _leave_out("torch.utils.cpp_extension", "No CUDA runtime is found")
-
-
-@contextmanager
-def without_success() -> Iterator[None]:
-    """In the block, leave out what DeepSpeed prints of an operator that it has found."""
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            yield
-    finally:
-        sys.stdout.writelines(line for line in said.getvalue().splitlines(keepends=True) if "built successfully" not in line)
-
-
-def _leave_out(logger: str, words: str) -> None:
-    logging.getLogger(logger).addFilter(lambda record: words not in record.getMessage())
-
-
-def complete_deepspeed_settings(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
-    """Return the preset's settings with those that the recipe and the plan decide.
-
-    Raises PresetError if the preset sets one of these itself, or what would have something else learnt.
-    """
-    plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
-    config = plugin.deepspeed_config
-    zero = config["zero_optimization"]
-    deepspeed_file.refuse_nvme(zero)
-    # DeepSpeed 0.19 clips at 1.0 unless it is told 0.0, and Accelerate does not pass 0.0 on.
-    config["gradient_clipping"] = clip_norm
-    config["train_micro_batch_size_per_gpu"] = plan.micro_batch
-    config["gradient_accumulation_steps"] = plan.accumulation
-    # What steps on offloaded weights is torch's optimizer too. Accelerate 1.15 would put DeepSpeedCPUAdam in the place of any,
-    # SGD as well (`map_pytorch_optim_to_deepspeed`). torch's fused AdamW is as fast: docs/performance.md.
-    config["zero_force_ds_cpu_optimizer"] = False
-    zero["stage3_gather_16bit_weights_on_model_save"] = True
-    return plugin
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+        cpp = logging.getLogger("torch.utils.cpp_extension")
+        cpp.addFilter(lambda record: "No CUDA runtime is found" not in record.getMessage())

@@ -11,11 +11,10 @@ less time than torch's own draws (docs/same-run.md).
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,29 +27,18 @@ from app.distributed import own_layers
 from app.errors import RecipeError, TrainingError
 from app.recipe.batching import BatchPlan
 
-_ALPHA = -1.7580993408473766
-"""What `nn.AlphaDropout` puts in the place of what it drops: the limit of SELU."""
 _MOST_NAMED = 3
 _PIECE = 2**20
-"""So many places get their numbers at once: 64-bit numbers of all of them would take twice the memory of the result."""
+"""Number of places that get their numbers together: 64-bit numbers of all of them would take twice the memory of the result."""
 
 
-class _Kind(NamedTuple):
-    """How a layer drops."""
-
-    what: Literal["element", "channel", "sample"]
-    dimensions: int | None = None
-    """Of its input; None: any."""
-    is_alpha: bool = False
-
-
-_KINDS: dict[Any, _Kind] = {
-    nn.Dropout.forward: _Kind("element"),
-    nn.Dropout1d.forward: _Kind("channel", 3),
-    nn.Dropout2d.forward: _Kind("channel", 4),
-    nn.Dropout3d.forward: _Kind("channel", 5),
-    nn.AlphaDropout.forward: _Kind("element", is_alpha=True),
+_DIMENSIONS: dict[Any, int | None] = {
+    nn.Dropout.forward: None,
+    nn.Dropout1d.forward: 2,
+    nn.Dropout2d.forward: 2,
+    nn.Dropout3d.forward: 2,
 }
+"""Leading dimensions of the input over which torch's layers draw: samples and channels; None: all."""
 
 
 class PassDraws:
@@ -98,7 +86,7 @@ class PassDraws:
         return torch.bitwise_xor(self._places[:count], mixed).mul_(factor)
 
     def __deepcopy__(self, memo: object) -> PassDraws:
-        return self  # layers of a copied model are told by the same feed
+        return self  # layers of a copied model get the same passes
 
     def said_of_others(self, plan: BatchPlan, *, parts: int = 1) -> str:
         """Return a sentence on what forward passes draw that belongs to no sample: a note where a step is one pass.
@@ -180,45 +168,17 @@ class PassDraws:
         return list(zip(mixed.unbind(0), (factors | 1).unbind(0), strict=True))
 
 
-class _Calls:
-    """How often a layer is called in a pass. Not a part of the layer: setting an attribute of a module takes 10 us."""
-
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-        self._pass, self._again = -1, 0
-        self.count = 0
-
-    def next(self, number_of_pass: int) -> int:
-        """Return which call in the pass this is: in a backward pass one that was made before, and is computed again."""
-        if self._pass != number_of_pass:
-            self._pass, self.count, self._again = number_of_pass, 0, 0
-        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
-            self.count += 1
-            return self.count - 1
-        self._again += 1
-        return (self._again - 1) % max(self.count, 1)
-
-    def check(self, *_: Any) -> None:
-        """Raise TrainingError if it is not known which calls were computed again: then not all have been, in their order."""
-        if self._again % self.count:
-            raise TrainingError(
-                f"the dropout layer {self._layer} is called {self.count} times in a forward pass, and "
-                f"activation checkpointing recomputed only {self._again} of these calls in one piece, so it "
-                "is unknown which. Use a separate layer for each call, checkpoint a part of the model that "
-                "contains all of them, or turn checkpointing off"
-            )
-
-
 class SampleDropout(_DropoutNd):
     """In the place of a layer of torch's, torchvision's or timm's that drops at random: the same, with masks of the samples."""
 
-    def __init__(self, p: float, name: str, kind: _Kind, draws: PassDraws, of_torch: nn.Module) -> None:
+    def __init__(self, p: float, name: str, dimensions: int | None, draws: PassDraws, of_torch: nn.Module) -> None:
         """`of_torch` draws where there is no training pass, or where the draws cannot belong to samples."""
         super().__init__(p)
         self.name = name
-        self._kind, self._draws = kind, draws
-        self._of_torch = [of_torch]  # not a part of this one: the names of parts stay as they are
-        self._calls = _Calls(name)
+        self._dimensions, self._draws = dimensions, draws
+        self._of_torch = [of_torch]  # not a part of this one: the names of parts stay unchanged
+        self._pass, self._calls, self._again = -1, 0, 0
+        """The last pass, how often the layer was called in it, and how often in its backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name for it)
         """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
@@ -228,73 +188,77 @@ class SampleDropout(_DropoutNd):
             return input
         if not self.training or self.p == 0 or input.numel() == 0:
             return input
-        if self._draws.samples is None or not self._fits(input):
-            return self._drawn_by_torch(input)
+        if self._draws.samples is None or not self._fits(input, len(self._draws.samples)):
+            drawn: Tensor = self._of_torch[0].train(self.training)(input)
+            return drawn
         if self.p == 1:
             return input * 0
-        number, shape = self._calls.next(self._draws.passes), self._shape(input)
-        count = math.prod(shape) // len(self._draws.samples)
-        dropped = self._draws.bits(self.name, number, count).view(shape) < _threshold(self.p)
-        output = self._without(input, dropped)
-        if self._calls.count > 1 and output.grad_fn is not None:
-            output.grad_fn.register_hook(self._calls.check)
+        call, shape = self._call(), input.shape
+        if self._dimensions is not None:
+            shape = torch.Size([*shape[: self._dimensions], *[1] * (input.ndim - self._dimensions)])
+        bits = self._draws.bits(self.name, call, shape.numel() // len(self._draws.samples))
+        threshold = min(round(self.p * 2**32), 2**32 - 1) - 2**31  # of random int32, the share p is below it
+        output = (input * (1 / (1 - self.p))).masked_fill_(bits.view(shape) < threshold, 0.0)
+        if self._calls > 1 and output.grad_fn is not None:
+            output.grad_fn.register_hook(self._check_calls)
         return output
 
-    def extra_repr(self) -> str:
-        """Return what is printed of it."""
-        return f"p={self.p}, {self._kind.what}s of samples"
-
-    def _fits(self, input: Tensor) -> bool:  # noqa: A002
-        """Whether each sample's part of the input is known; if not, the layer is left."""
-        assert self._draws.samples is not None
+    def _fits(self, input: Tensor, size: int) -> bool:  # noqa: A002
+        """Return whether each sample's part of the input is known; if not, the layer is left to torch."""
         if self.name in self._draws.left:
             return False
-        size, rows = len(self._draws.samples), input.shape[0] if input.ndim else 0
+        rows = input.shape[0] if input.ndim else 0
         if self._draws.growing is not None and self.name not in self._draws.growing:
             why = "it was not called when the inputs of layers were compared at the start"
-        elif not (rows > 0 and rows % size == 0 and self._kind.dimensions in (None, input.ndim)):
+        elif rows == 0 or rows % size:
             why = f"the first dimension of its input {list(input.shape)} is not {size}, the number of samples"
         else:
             return True
         self._draws.leave(self.name, why)
         return False
 
-    def _drawn_by_torch(self, input: Tensor) -> Tensor:  # noqa: A002
-        (layer,) = self._of_torch
-        drawn: Tensor = layer.train(self.training)(input)
-        return drawn
+    def _call(self) -> int:
+        """Return which call in the pass this is: in a backward pass one that was made before, and is computed again."""
+        if self._pass != self._draws.passes:
+            self._pass, self._calls, self._again = self._draws.passes, 0, 0
+        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+            self._calls += 1
+            return self._calls - 1
+        self._again += 1
+        return (self._again - 1) % max(self._calls, 1)
 
-    def _shape(self, input: Tensor) -> tuple[int, ...]:  # noqa: A002
-        """That of the draws, which differ between elements, channels or samples."""
-        if self._kind.what == "element":
-            return input.shape
-        kept = 2 if self._kind.what == "channel" else 1
-        return (*input.shape[:kept], *[1] * (input.ndim - kept))
-
-    def _without(self, input: Tensor, dropped: Tensor) -> Tensor:  # noqa: A002
-        if not self._kind.is_alpha:
-            return (input * (1 / (1 - self.p))).masked_fill_(dropped, 0.0)
-        scale: float = ((1 - self.p) * (1 + self.p * _ALPHA**2)) ** -0.5
-        return (input * scale).masked_fill_(dropped, _ALPHA * scale) - self.p * _ALPHA * scale
+    def _check_calls(self, *_: Any) -> None:
+        """Raise TrainingError if it is not known which calls were computed again: then not all have been, in their order."""
+        if self._again % self._calls:
+            raise TrainingError(
+                f"the dropout layer {self.name} is called {self._calls} times in a forward pass, and "
+                f"activation checkpointing recomputed only {self._again} of these calls in one piece, so it "
+                "is unknown which. Use a separate layer for each call, checkpoint a part of the model that "
+                "contains all of them, or turn checkpointing off"
+            )
 
 
 def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
-    """Put layers whose draws belong to samples in the place of the model's that drop at random; names stay as they are.
+    """Put layers whose draws belong to samples in the place of the model's that drop at random; names stay unchanged.
 
-    The result must be told of each training pass (`PassDraws.begin`).
+    The result must be given each training pass (`PassDraws.begin`).
     """
     draws = PassDraws(seed)
 
     def own(layer: nn.Module, name: str) -> nn.Module | None:
-        kind = _kind_of(layer)
-        if kind is None:
+        drops_samples = (_is_stochastic_depth(layer) and layer.mode == "row") or (
+            _is_drop_path(layer) and getattr(layer, "scale_by_keep", True)
+        )
+        forward = type(layer).forward
+        if not drops_samples and forward not in _DIMENSIONS:
             return None
-        found = SampleDropout(rate(layer), name, kind, draws, layer)
-        draws.layers.append(found)
-        return found
+        draws.layers.append(SampleDropout(rate(layer), name, 1 if drops_samples else _DIMENSIONS[forward], draws, layer))
+        return draws.layers[-1]
 
     own_layers.replace(model, own)
-    draws.left |= dict.fromkeys(_others(model), "it draws for a whole batch at once, or inside a function")
+    for name, layer in model.named_modules():
+        if rate(layer) > 0 and not isinstance(layer, SampleDropout):
+            draws.left[name] = "it draws for a whole batch at once, or inside a function"
     return draws
 
 
@@ -319,29 +283,12 @@ def rate(layer: nn.Module) -> float:
     return found
 
 
-def _kind_of(layer: nn.Module) -> _Kind | None:
-    """How the layer drops; None: not at random, or in a way of its own."""
-    one_a_sample = (_is_stochastic_depth(layer) and layer.mode == "row") or (
-        _is_drop_path(layer) and getattr(layer, "scale_by_keep", True)
-    )
-    return _Kind("sample") if one_a_sample else _KINDS.get(type(layer).forward)
-
-
 def _is_stochastic_depth(layer: nn.Module) -> bool:
     return type(layer).__name__ == "StochasticDepth"  # torchvision's, by its name: its import is slow
 
 
 def _is_drop_path(layer: nn.Module) -> bool:
     return type(layer).__name__.endswith("DropPath") and "drop_prob" in vars(layer)  # timm's and transformers'
-
-
-def _others(model: nn.Module) -> list[str]:
-    return [name for name, layer in model.named_modules() if rate(layer) > 0 and not isinstance(layer, SampleDropout)]
-
-
-def _threshold(p: float) -> int:
-    """Of random int32: so many of all are below it."""
-    return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _places(count: int, device: torch.device) -> Tensor:

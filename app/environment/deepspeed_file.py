@@ -25,36 +25,40 @@ _DERIVED = {
     "gradient_clipping": "clipping belongs to the recipe: set optim.clip_norm",
 }
 _ITS_PRECISION = "set the precision by --mixed-precision"
+_NUMERICS = "it changes what is computed, or where weights are kept, and is not supported"
 _REFUSED = {
     "optimizer": "the optimizer is the recipe's (optim.name)",
     "scheduler": "the learning rate is the recipe's (optim.schedule)",
+    "zero_force_ds_cpu_optimizer": "the optimizer is the recipe's (optim.name)",
     "activation_checkpointing": "set train.checkpoint_activations in the recipe",
     "amp": _ITS_PRECISION,
     "torch_autocast": _ITS_PRECISION,
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "use --trackers"),
+    "bf16.check_grad_overflow": "steps whose gradient is not finite must be skipped",
+    **dict.fromkeys(
+        ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"), _NUMERICS
+    ),
+    "zero_optimization.compute_grad_norm": "clipping, and skipping of gradients that are not finite, need the norm",
+    **{
+        f"zero_optimization.{key}": _NUMERICS
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow",
+                    "legacy_stage1", "cpu_offload", "cpu_offload_param", "save_muon_momentum_buffer_in_memory")
+    },
+    "zero_optimization.offload_optimizer.ratio": "another optimizer would update a part of the weights",
+    "zero_optimization.offload_optimizer.super_offload": "another optimizer would update the weights",
+}  # fmt: skip
+"""Keys that a file must not set, and why. DeepSpeed itself refuses unknown keys of sections."""
+_DEFAULTS = {
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16.check_grad_overflow": True,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.offload_optimizer.ratio": 1,
 }
-_OFFLOADING = {"device", "nvme_path", "buffer_count", "pin_memory"}
-_KNOWN: Mapping[str, set[str]] = {
-    "": {
-        "zero_optimization", "fp16", "bf16", "communication_data_type", "data_types", "steps_per_print", "wall_clock_breakdown",
-        "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio", "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-    },
-    "zero_optimization": {
-        "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
-        "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights",
-        "elastic_checkpoint", "offload_param", "offload_optimizer", "sub_group_size", "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
-        "round_robin_gradients", "zero_hpz_partition_size", "memory_efficient_linear", "pipeline_loading_checkpoint",
-        "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
-    },
-    "zero_optimization.offload_optimizer": {*_OFFLOADING, "ratio", "pipeline_read", "pipeline_write", "fast_init"},
-    "zero_optimization.offload_param": {*_OFFLOADING, "buffer_size", "max_in_cpu"},
-    "fp16": {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-             "consecutive_hysteresis", "min_loss_scale"},
-    "bf16": {"enabled", "immediate_grad_update", "check_grad_overflow"},
+"""Values of refused keys that change nothing; of the others false and null."""
+_TOP = {
+    "zero_optimization", "fp16", "bf16", "communication_data_type", "data_types", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
 
 
@@ -62,7 +66,7 @@ def read(path: str) -> dict[str, Any]:
     """Return what the file says, if it may say it. Raises PresetError with everything that is wrong, one problem a line."""
     named = f"the preset's {KEY}, {path},"
     try:
-        config = json.loads(Path(path).read_bytes(), object_pairs_hook=_once)
+        config = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise PresetError(
             f"{named} cannot be read from {Path.cwd()}: {error.strerror}. Correct the path, or give an absolute one"
@@ -76,26 +80,18 @@ def read(path: str) -> dict[str, Any]:
 
 def refuse_nvme(zero: Mapping[str, Any]) -> None:
     """Raise PresetError if the section `zero_optimization` offloads to NVMe."""
-    if problems := list(_nvme(zero)):
-        raise PresetError("\n".join(problems))
+    for problem in _nvme(zero):
+        raise PresetError(problem)
 
 
 def precision_problem(config: Mapping[str, Any], precision: str) -> str | None:
     """Return what the file says otherwise than --mixed-precision, or None."""
     for kind in ("bf16", "fp16"):
-        said = _section(config, kind).get("enabled", False) if kind in config else "auto"
-        if said not in ("auto", precision == kind):
-            found = f"{kind}.enabled is {json.dumps(said)}, and the precision is {precision}"
+        enabled = _section(config, kind).get("enabled", False) if kind in config else "auto"
+        if enabled not in ("auto", precision == kind):
+            found = f"{kind}.enabled is {json.dumps(enabled)}, and the precision is {precision}"
             return f'{found}: write "auto" there, and give --mixed-precision'
     return None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice: keep one of them")
-    return found
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -105,49 +101,21 @@ def _problems(config: Any) -> Iterator[str]:
     for key, value in config.items():
         if key in _DERIVED and value != "auto":
             yield f'{key}: {json.dumps(value)}: {_DERIVED[key]}, and write "auto" here or leave it out'
-        elif key in _REFUSED:
-            yield f"{key}: {_REFUSED[key]}; leave it out"
-    yield from _unknown("", {key: value for key, value in config.items() if key not in {*_DERIVED, *_REFUSED}})
+        elif key not in {*_TOP, *_DERIVED, *_REFUSED}:
+            known = [*_TOP, *_DERIVED]
+            yield f"{key}: unknown or unsupported; {did_you_mean(key, known, otherwise='leave it out', cutoff=0.75)}"
     zero = config["zero_optimization"]
     if zero.get("stage") not in (0, 1, 2, 3):
         yield f"zero_optimization.stage: {json.dumps(zero.get('stage'))}: it must be 0, 1, 2 or 3"
     yield from _nvme(zero)
-    forbidden = (
-        (
-            "zero_force_ds_cpu_optimizer",
-            config.get("zero_force_ds_cpu_optimizer"),
-            "the optimizer is the recipe's (optim.name)",
-        ),
-        (
-            "zero_optimization.offload_optimizer.ratio",
-            _section(zero, "offload_optimizer").get("ratio", 1) != 1,
-            "another optimizer would update a part of the weights",
-        ),
-        (
-            "zero_optimization.compute_grad_norm",
-            not zero.get("compute_grad_norm", True),
-            "clipping, and skipping of gradients that are not finite, need the norm",
-        ),
-        (
-            "bf16.check_grad_overflow",
-            not _section(config, "bf16").get("check_grad_overflow", True),
-            "steps whose gradient is not finite must be skipped",
-        ),
-    )
-    yield from (f"{key}: {why}; leave it out" for key, is_wrong, why in forbidden if is_wrong)
-
-
-def _unknown(place: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is unknown of a section, and of those within it."""
-    for key, value in section.items():
-        name = f"{place}.{key}" if place else key
-        if key not in _KNOWN[place]:
-            known = [*_KNOWN[place], *(() if place else _DERIVED)]
-            yield f"{name}: unknown or unsupported; {did_you_mean(key, known, otherwise='leave it out', cutoff=0.75)}"
-        elif name in _KNOWN and value is not None and not isinstance(value, dict):
-            yield f"{name}: {json.dumps(value)}: it must be a section"
-        elif name in _KNOWN:
-            yield from _unknown(name, value or {})
+    for name, why in _REFUSED.items():
+        *sections, key = name.split(".")
+        section: Mapping[str, Any] = config
+        for part in sections:
+            section = _section(section, part)
+        harmless = (_DEFAULTS[name],) if name in _DEFAULTS else (None, False)
+        if key in section and section[key] not in harmless:
+            yield f"{name}: {why}; leave it out"
 
 
 def _nvme(zero: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ environment. A size of -1, as the shipped ones have it, is derived from the topo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.errors import PresetError, TopologyError
 
@@ -24,33 +24,27 @@ UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
+class Degrees(NamedTuple):
     """The sizes of tensor parallelism and of copies of a model."""
 
     replicas: int = 1
-    """Copies of it, each of which is sharded over world_size / replicas neighbouring ranks; 1: no copies."""
+    """Copies of it, each of which is sharded over world_size / replicas neighboring ranks; 1: no copies."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that compute the same samples together, each with a part of every large matrix."""
-    notes: tuple[str, ...] = ()
-    """What the user should know of it."""
+    """Neighboring ranks that compute the same samples together, each with a part of every large matrix."""
 
 
 def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node: int) -> Degrees:
-    """Return the degrees of so many processes, with so many on each node, as the environment says.
+    """Return the degrees of `world_size` processes, `per_node` on each node, as the environment specifies.
 
     Raises PresetError for what is not supported, and TopologyError for sizes that do not divide the processes.
     """
     if environ.get(_IN_USE, "false").lower() not in ("true", "1"):
         return Degrees()
     sizes = {name: _size(environ, name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size", *UNSUPPORTED)}
-    for name, why in UNSUPPORTED.items():
-        if sizes[name] != 1:
-            raise PresetError(f"{_said(name, sizes[name])}: {why}. Leave it out of the preset")
-    asked = {name: size for name, size in sizes.items() if size != 1}
-    if asked and strategy != "fsdp2":
-        told = " and ".join(_said(*one) for one in asked.items())
-        raise PresetError(f"{told}, and the preset's strategy is {strategy}: it needs distributed_type FSDP, fsdp_version 2")
+    for name, size in sizes.items():
+        if size != 1 and (name in UNSUPPORTED or strategy != "fsdp2"):
+            needs = f"the preset's strategy is {strategy}, and this size needs distributed_type FSDP, fsdp_version 2"
+            raise PresetError(f"{KEY}{name} is {size}: {UNSUPPORTED.get(name, needs)}. Leave it out of the preset")
     return derived(
         replicas=sizes["dp_replicate_size"],
         shards=sizes["dp_shard_size"],
@@ -62,67 +56,42 @@ def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node
 
 
 def derived(
-    *,
-    replicas: int,
-    shards: int,
-    tensor_parallel: int,
-    world_size: int,
-    per_node: int,
-    origins: Mapping[str, str],
+    *, replicas: int, shards: int, tensor_parallel: int, world_size: int, per_node: int, origins: Mapping[str, str]
 ) -> Degrees:
-    """Return the degrees that a preset's sizes come to: of one process both are 1.
+    """Return the degrees that follow from a preset's sizes: of one process both are 1.
 
     Raises PresetError for both at once, and TopologyError for sizes that do not divide the processes.
     """
-    nodes, sizes = world_size // per_node, {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": tensor_parallel}
-    told = {name: f"{_said(name, size)}{f' ({origins[name]})' if name in origins else ''}" for name, size in sizes.items()}
+    sizes = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": tensor_parallel}
+    named = {name: f"{KEY}{name} is {size} ({origins.get(name, 'default')})" for name, size in sizes.items()}
     if replicas != 1 and tensor_parallel != 1:
         raise PresetError(
-            f"{told['dp_replicate_size']} and {told['tp_size']}: replicas cannot be combined with tensor "
+            f"{named['dp_replicate_size']} and {named['tp_size']}: replicas cannot be combined with tensor "
             "parallelism; remove one of them"
         )
-    found = {
-        "dp_replicate_size": nodes if replicas == DERIVED else replicas,
-        "tp_size": per_node if tensor_parallel == DERIVED else tensor_parallel,
-    }
-    for name, size in found.items():
+    copies = world_size // per_node if replicas == DERIVED else replicas
+    parts = per_node if tensor_parallel == DERIVED else tensor_parallel
+    for name, size in {"dp_replicate_size": copies, "tp_size": parts}.items():
         if world_size % size:
             raise TopologyError(
-                f"{told[name]}, which does not divide the {world_size} "
+                f"{named[name]}, which does not divide the {world_size} "
                 f"process{'es' if world_size > 1 else ''}: choose another size, or another number of processes"
             )
-    copies, divided = found.values()
-    left = world_size // (copies * divided)
+    left = world_size // (copies * parts)
     if shards not in (1, DERIVED, left):
-        raise TopologyError(f"{told['dp_shard_size']}, but {world_size} processes leave {left} for each copy: remove it")
+        raise TopologyError(f"{named['dp_shard_size']}, but {world_size} processes leave {left} for each copy: remove it")
     if copies > 1 and left == 1:
         raise TopologyError(
-            f"{told['dp_replicate_size']}, and there are {world_size} processes: with one process per copy "
+            f"{named['dp_replicate_size']}, and there are {world_size} processes: with one process per copy "
             "nothing is sharded. Use more processes per node, or multi_node.yaml, which keeps whole copies"
         )
-    notes = []
-    if replicas != 1 and copies == 1:
-        notes.append("on one node there is one copy of the model: this is the same as fsdp2")
-    if per_node % divided:
-        notes.append(
-            f"{divided} tensor-parallel processes span several nodes of {per_node} processes, so every layer "
-            f"waits for the network; --tensor-parallel {per_node}, or a divisor of it, stays within a node"
-        )
-    return Degrees(replicas=copies, tensor_parallel=divided, notes=tuple(notes))
+    return Degrees(copies, parts)
 
 
 def _size(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(_PREFIX + name.upper(), "1")
-    try:
-        size = int(text)
-    except ValueError:
-        size = 0
-    if size < 1 and size != DERIVED:
+    if text != str(DERIVED) and not (text.isdecimal() and int(text)):
         raise PresetError(
             f"{KEY}{name} is {text!r} ({_PREFIX}{name.upper()}): it must be a whole number, at least 1, or -1, which derives it"
         )
-    return size
-
-
-def _said(name: str, size: int) -> str:
-    return f"{KEY}{name} is {size}"
+    return int(text)

@@ -1,9 +1,7 @@
-"""This machine: the CPU cores and the memory that a process may really use.
+"""This machine: the CPU cores and the memory that a process may really use, and its processes and their terminals.
 
-Standard library only.
-
-A machine's number of cores says little: a job has some of them, a container a share of their time. `of_this_process` takes the
-least that any of these grants. Standard library only.
+A machine's number of cores says little: a job has some of them, a container a share of their time. `usable` takes the least
+that any of these grants. psutil is imported where it is needed: the launcher, which starts immediately, reads this module.
 """
 
 from __future__ import annotations
@@ -12,44 +10,32 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.environment.slurm_variables import STEP, Slurm, is_in_step, own_environment
+
+if TYPE_CHECKING:
+    import psutil
 
 MEMBERSHIPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def cgroup_folders(controller: str, memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> Iterator[Path]:
+def _cgroup_folders(controller: str, memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> Iterator[Path]:
     """Yield the folders of the groups that contain this process, the innermost first, of version 2 and 1.
 
-    In a container the path that the kernel tells may not be there: then its parents are, up to the root, which is the
+    In a container the path that the kernel gives may not exist: then its parents do, up to the root, which is the
     container's own.
     """
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
+    for line in memberships.read_text().splitlines() if memberships.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / controllers if controllers else root
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            yield folder
-            if folder == top:
-                break
-
-
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Of version 2 of control groups, and of version 1."""
-_EVENTS = ("memory.events", "memory.oom_control")
-_NO_LIMIT = 2**60
-"""Version 1 writes its greatest number where there is no limit."""
+        if not controllers or controller in controllers.split(","):
+            top = root / controllers
+            group = top / path.lstrip("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
 @dataclass(frozen=True)
@@ -62,32 +48,25 @@ class HostMemory:
     """Where that comes from."""
 
 
-def find(memberships: Path = MEMBERSHIPS, root: Path = ROOT, meminfo: Path = Path("/proc/meminfo")) -> HostMemory | None:
-    """Return the least that the machine and the control groups of this process grant; None: nothing tells."""
-    try:
-        told = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo.read_text(), re.MULTILINE)}
-    except OSError:  # no Linux
-        return None
-    swap = told.get("SwapTotal", 0)
-    found = [HostMemory(told["MemTotal"] + swap, "all that this machine has")] if "MemTotal" in told else []
-    for folder in cgroup_folders("memory", memberships, root):
-        for name in _LIMITS:
+def find() -> HostMemory:
+    """Return the least memory that the machine and the control groups of this process grant."""
+    import psutil
+
+    swap = psutil.swap_memory().total
+    found = [HostMemory(psutil.virtual_memory().total + swap, "all that this machine has")]
+    for folder in _cgroup_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):
                 limit = int((folder / name).read_text())
-                if limit < _NO_LIMIT:
-                    found.append(HostMemory(limit + swap, f"the limit of this job's control group, {name}"))
-    return min(found, key=lambda it: it.limit, default=None)
+                found.append(HostMemory(limit + swap, f"the limit of this job's control group, {name}"))
+    return min(found, key=lambda it: it.limit)
 
 
-def kills(memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> int:
+def kills() -> int:
     """Return how many processes of this process's own control groups the kernel has ended for lack of memory."""
-    count = 0
-    for folder in cgroup_folders("memory", memberships, root):
-        for name in _EVENTS:
-            with suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE)
-                count = max(count, int(found[1]) if found else 0)
-    return count
+    files = (folder / name for folder in _cgroup_folders("memory") for name in ("memory.events", "memory.oom_control"))
+    texts = (file.read_text() for file in files if file.exists())
+    return max((int(count) for text in texts for count in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)), default=0)
 
 
 # Of mallopt(3) and malloc.h.
@@ -143,13 +122,13 @@ def machine() -> str:
 
 
 def cpuinfo_field(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return what Linux tells of the first processor under a name, such as `model name`; empty where it does not."""
+    """Return a field of the first processor in /proc/cpuinfo, such as `model name`; empty if there is none."""
     found = re.search(rf"^{name}\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return found[1].strip() if found else ""
 
 
 def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this is known to be a processor without instructions for bf16 numbers; only x86 tells."""
+    """Return True if this x86 processor has no instructions for bf16 numbers; of others it is unknown."""
     flags = cpuinfo_field("flags", cpuinfo).split()
     return bool(flags) and not {"avx512_bf16", "amx_bf16"} & set(flags)
 
@@ -157,22 +136,16 @@ def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
     """Return the cores of one of `local_world_size` processes of a node, at least 1.
 
-    Where Slurm started the processes one by one, each is bound to cores of its own (`bound`) and told their number by
-    `environment`; otherwise they share what the process was bound to that started them. `quota` is how many cores' time all
-    processes of the node may use together; None: no limit.
+    Where Slurm started the processes one by one, each is bound to cores of its own (`bound`); otherwise they share those of
+    the process that started them. Slurm's variable gives the CPUs of the job on the node, wherever the process can run. `quota`
+    is how many cores' time all processes of the node may use together; None: no limit.
     """
-    slurm, in_step = Slurm(environment, STEP), is_in_step(environment)
-    tasks = local_world_size if in_step and slurm.first(STEP.tasks_per_node) not in (None, 1) else 1
-    on_node = slurm.first(STEP.cpus_on_node)
-    given = [bound]
-    if in_step and STEP.cpus_per_task in environment:
-        given += [slurm.first(STEP.cpus_per_task) or bound]
-    elif on_node is not None:
-        given += [on_node // tasks]
-    cores = min(given) * tasks // local_world_size
-    if quota is not None:
-        cores = min(cores, int(quota / local_world_size))
-    return max(1, cores)
+    slurm = Slurm(environment, STEP)
+    is_task = is_in_step(environment) and slurm.counts(STEP.tasks_per_node)[:1] not in ([], [1])
+    cores = bound if is_task else bound // local_world_size
+    limits = [count // local_world_size for count in slurm.counts(STEP.cpus_on_node)[:1]]
+    limits += [] if quota is None else [int(quota / local_world_size)]
+    return max(1, min([cores, *limits]))
 
 
 def quota(memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> float | None:
@@ -180,16 +153,48 @@ def quota(memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> float | None:
 
     Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`).
     """
-    found = (_limit(folder) for folder in cgroup_folders("cpu", memberships, root))
-    return min((limit for limit in found if limit is not None), default=None)
+    limits = []
+    for folder in _cgroup_folders("cpu", memberships, root):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError):  # not of this version, or not here
+                used, period = " ".join((folder / name).read_text() for name in names).split()
+                limits += [] if used in ("max", "-1") else [int(used) / int(period)]
+    return min(limits, default=None)
 
 
-def _limit(folder: Path) -> float | None:
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            numbers = " ".join((folder / name).read_text() for name in names).split()
-        except OSError:  # not of this version, or not here
-            continue
-        if numbers[0] not in ("max", "-1"):
-            return int(numbers[0]) / int(numbers[1])
-    return None
+def kill_all_with(variable: str, value: str) -> int:
+    """Kill every other process with this variable in its environment; return how many there were.
+
+    Until none is left: one may have started another meanwhile.
+    """
+    import psutil
+
+    killed: set[int] = set()
+    while left := [process for process in _all_with(variable, value) if process.pid not in killed]:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+            killed.add(process.pid)
+    return len(killed)
+
+
+def _all_with(variable: str, value: str) -> Iterator[psutil.Process]:
+    import psutil
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or is another user's
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                yield process
+
+
+def terminals() -> list[int]:
+    """Return which of stdin, stdout and stderr are terminals. Call it early: a lost terminal is none any more."""
+    return [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+
+
+def redirect_to_null(descriptors: Collection[int]) -> None:
+    """Discard what is written there, and let nothing be read: an error for it would end what still has to save."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)

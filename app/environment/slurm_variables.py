@@ -1,8 +1,8 @@
-"""Slurm's environment variables: one table of names, one way to read each kind, and without those of another job or step.
+"""Slurm's environment variables: one table of names, one way to read each kind, and removal of another job's or step's.
 
 What was only inherited from another job is taken out before (`without_inherited`). The others, and which of them lie: sbatch(1)
 and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the batch host's;
-the shell of salloc is told nothing of its GPUs. Pure: the environment is a mapping passed in.
+the shell of salloc has no variable for its GPUs. Pure: the environment is a mapping passed in.
 
 sbatch and salloc hand on the whole environment they are typed in, and set only what is the new job's over it. Typed inside a
 job they leave the outer job's other variables: a batch script may have SLURM_STEP_ID and SLURM_STEP_NODELIST though it is no
@@ -22,12 +22,15 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from app.environment.variables import said
 from app.errors import TopologyError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,62 +89,56 @@ class Slurm:
 
     @property
     def in_task(self) -> bool:
-        """Whether the values are those of a step."""
+        """Whether the values belong to a step."""
         return self.names == STEP
 
     @property
     def in_salloc(self) -> bool:
-        """Whether this is the shell of salloc: not on a node of the job as far as it knows, and told nothing of its GPUs."""
+        """Whether this is the shell of salloc: not on a node of the job as far as it knows."""
         return JOB.node not in self.environment
 
     def number(self, name: str) -> int:
         """Value of a variable that must be there, such as 2. Raises TopologyError."""
-        value = self._value(name)
-        if not (value.isascii() and value.isdecimal()):
-            raise TopologyError(f"{name} is {value!r}: it must be a whole number. {UNSET}")
-        return int(value)
+        return self._parsed(name, _whole)
 
     def gpus(self, name: str) -> int:
         """Return the number of GPUs that a variable gives, of all types: 4 of `a100:2,h100:2`. Raises TopologyError."""
-        value = self._value(name)
-        try:
-            return sum(gpus_of(value).values())
-        except ValueError as error:
-            raise TopologyError(f"{name} is {value!r}: {error}. {UNSET}") from error
-
-    def _value(self, name: str) -> str:
-        value = self.environment.get(name)
-        if value is None:
-            raise TopologyError(f"{JOB.job_id} is set, but {name} is not: Slurm did not create this environment. {UNSET}")
-        return value
-
-    def counts(self, name: str) -> list[tuple[int, int]]:
-        """Return the numbers of a variable for its nodes in their order: `4(x2),1` is 4 on 2 nodes, then 1 on one."""
-        numbers = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", self.environment.get(name, ""))
-        return [(int(count), int(nodes or 1)) for count, nodes in numbers]
-
-    def first(self, name: str) -> int | None:
-        """Return the number of the first node; None where there is none."""
-        return next((count for count, _ in self.counts(name)), None)
-
-    def least(self, name: str) -> int:
-        """Return the least of these numbers; 1 where there is none."""
-        return min((count for count, _ in self.counts(name)), default=1)
+        return sum(self._parsed(name, gpus_of).values())
 
     def hosts(self) -> tuple[str, ...]:
         """Names in the order of the node ranks, which is Slurm's and not the alphabet's: `node[3,1]` is node3, node1.
 
         Raises TopologyError for a list that cannot be read.
         """
-        listed = self.environment.get(self.names.hosts, "")
+        return tuple(self._parsed(self.names.hosts, hosts_of))
+
+    def _parsed(self, name: str, parse: Callable[[str], _T]) -> _T:
+        value = self.environment.get(name)
+        if value is None:
+            raise TopologyError(f"{JOB.job_id} is set, but {name} is not: Slurm did not create this environment. {UNSET}")
         try:
-            return tuple(hosts_of(listed))
+            return parse(value)
         except ValueError as error:
-            raise TopologyError(f"{self.names.hosts} is {listed!r}, which is not a list of nodes: {error}. {UNSET}") from error
+            raise TopologyError(f"{name} is {value!r}: {error}. {UNSET}") from error
+
+    def counts(self, name: str) -> list[int]:
+        """Return the numbers of a variable for its nodes in their order: `4(x2),1` is 4, 4, 1."""
+        numbers = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", self.environment.get(name, ""))
+        return [int(count) for count, nodes in numbers for _ in range(int(nodes or 1))]
+
+    def least(self, name: str) -> int:
+        """Return the least of these numbers; 1 where there is none."""
+        return min(self.counts(name), default=1)
 
     def said(self, *names: str) -> str:
         """The variables with their values, for messages: `SLURM_NODEID=1`."""
         return said(self.environment, *names)
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError("it must be a whole number")
+    return int(text)
 
 
 def hosts_of(listed: str) -> list[str]:
@@ -151,7 +148,7 @@ def hosts_of(listed: str) -> list[str]:
     """
     part = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", listed):
-        raise ValueError("expected names such as node[01-03,7],login1")
+        raise ValueError("it is not a list of nodes, such as node[01-03,7],login1")
     names: list[str] = []
     for word in re.findall(part, listed):
         pieces = re.split(r"\[([^]]*)\]", word)  # text and numbers in turn
@@ -200,16 +197,12 @@ def is_task(environment: Mapping[str, str]) -> bool:
 
 
 _GROUP = re.compile(r"/job_(\d+)/step_(\w+)")
-_TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)\]")  # of a heterogeneous job: [12+1.0]
+_TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)\]")  # of a heterogeneous job: [12+1.0]
 # What srun and slurmstepd set for a step. SLURM_STEPMGR is a setting of the cluster.
-_OF_STEP = re.compile(r"SLURM_STEP_\w+|SLURM_STEPID|SLURM_SRUN_COMM_\w+|SLURM_LAUNCH_NODE_IPADDR|SLURM_PTY_\w+")
-# What slurmd sets on a node for the process that it starts there: the shell of salloc has none of it.
-_ON_NODE = re.compile(r"SLURMD_NODENAME|SLURM_(NODEID|PROCID|LOCALID|GTIDS|TASK_PID|CPUS_ON_NODE|GPUS_ON_NODE|JOB_GPUS)")
-# What was asked for, and what shows that it was: without the second, the first is another job's.
-_GPUS_ASKED = re.compile(r"SLURM_GPUS|SLURM_GPUS_PER_(NODE|TASK|SOCKET)")
-_GPUS_GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_TASKS_ASKED = re.compile(JOB.tasks_asked_per_node)
-_OF_PMI = re.compile(r"PMI_\w+")
+_OF_STEP = re.compile(r"SLURM_(STEP_\w+|STEPID|SRUN_COMM_\w+|LAUNCH_NODE_IPADDR|PTY_\w+)")
+# The same, and what slurmd sets on a node for the process that it starts there: the shell of salloc has none of it.
+_OF_NODE = re.compile(rf"{_OF_STEP.pattern}|SLURMD_NODENAME|SLURM_(NODEID|PROCID|LOCALID|GTIDS|TASK_PID|\w+_ON_NODE|JOB_GPUS)")
+_OF_TERMINAL = re.compile(r"SLURM_PTY_\w+")
 # What Slurm's programs are set up with, in a job or not: sbatch(1), "INPUT ENVIRONMENT VARIABLES".
 _SETTINGS = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|CLUSTERS|EXIT_ERROR|DEBUG_FLAGS|TIME_FORMAT)")
 
@@ -222,32 +215,46 @@ class Origin:
     """Id of the job."""
     step: str
     """`0` and so on of a step, `batch` of a batch script, `interactive` of the shell that salloc opened on a node."""
-    terminals: Mapping[str, bool]
-    """The process and those above it, by their ids: whether each has a terminal."""
+    has_terminal: bool = True
+    """False if the task of the step, which SLURM_TASK_PID names, was found and has no terminal."""
 
 
 def own_environment() -> dict[str, str]:
     """Return the environment of this process without what it only inherited."""
-    return without_inherited(os.environ, find_origin()) if JOB.job_id in os.environ else dict(os.environ)
+    if JOB.job_id not in os.environ:
+        return dict(os.environ)
+    import psutil  # not at the top: the launcher starts immediately
+
+    try:
+        chain = [psutil.Process(), *psutil.Process().parents()]
+        titles = [" ".join(process.cmdline()) for process in chain]
+        lost = any(str(process.pid) == os.environ.get(JOB.pid) and process.terminal() is None for process in chain)
+    except psutil.Error:  # hidden, or just ended
+        titles, lost = [], False
+    groups = Path("/proc/self/cgroup")
+    origin = origin_of(titles, groups.read_text() if groups.exists() else "", has_terminal=not lost)
+    return without_inherited(os.environ, origin)
+
+
+def origin_of(titles: Sequence[str], cgroup: str, *, has_terminal: bool = True) -> Origin | None:
+    """Return where Slurm started a process, from the titles of it and those above it, or from its cgroup. None: not visible."""
+    by_title = [found.groups() for found in map(_TITLE.match, titles) if found]
+    by_cgroup = _GROUP.findall(cgroup)[-1:]  # the innermost, where a cluster runs in another's job
+    return next((Origin(job, step, has_terminal) for job, step in (*by_title, *by_cgroup)), None)
 
 
 def without_inherited(environment: Mapping[str, str], origin: Origin | None) -> dict[str, str]:
     """Return `environment` without what a process of this origin (None: unknown, or not Slurm's) can only have inherited."""
-    kept = dict(environment)
-    job = environment.get(JOB.job_id)
-    # The processes of a heterogeneous job have ids of several jobs; that of a login by ssh (`extern`) was set by hand.
-    if origin is None or job is None or origin.step == "extern" or JOB.het_size in environment:
-        return kept
-    if origin.job != job:  # the shell of salloc
-        kept = _without(kept, _OF_STEP, _ON_NODE, _GPUS_ASKED, *_tasks_asked(kept))
-    elif origin.step == "batch":
-        gpus = [] if any(name in kept for name in _GPUS_GIVEN) else [_GPUS_ASKED]
-        kept = _without(kept, _OF_STEP, *gpus, *_tasks_asked(kept))
-    elif origin.terminals.get(environment.get(JOB.pid, "")) is False:
-        kept = {name: value for name, value in kept.items() if not name.startswith("SLURM_PTY_")}
-    # Slurm's own PMI names the step, as in PMI_JOBID=12.0, and has ended with it.
-    theirs = re.fullmatch(r"(\d+)\.\d+", environment.get("PMI_JOBID", ""))
-    return _without(kept, _OF_PMI) if theirs and theirs[1] != job else kept
+    stale = None
+    # The processes of a heterogeneous job have ids of several jobs; a login by ssh (`extern`) has set them by hand.
+    if origin and origin.step != "extern" and JOB.job_id in environment and JOB.het_size not in environment:
+        if origin.job != environment[JOB.job_id]:  # the shell of salloc
+            stale = _OF_NODE
+        elif origin.step == "batch":
+            stale = _OF_STEP
+        elif not origin.has_terminal:
+            stale = _OF_TERMINAL
+    return {name: value for name, value in environment.items() if not (stale and stale.fullmatch(name))}
 
 
 def for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:
@@ -258,38 +265,3 @@ def for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:
     if JOB.job_id not in environment:
         return dict(environment)
     return {name: value for name, value in environment.items() if not name.startswith("SLURM") or _SETTINGS.fullmatch(name)}
-
-
-def find_origin(proc: Path = Path("/proc")) -> Origin | None:
-    """Return where Slurm started this process, or None where that cannot be seen. `proc` is the kernel's folder."""
-    terminals, named = {}, None
-    pid = (proc / "self").resolve().name
-    while pid != "0" and named is None:
-        try:
-            # Behind the name, which may have blanks and brackets: state, parent, group, session, terminal (proc(5)).
-            _, parent, _, _, terminal = (proc / pid / "stat").read_text().rpartition(")")[2].split()[:5]
-            named = _TITLE.match((proc / pid / "cmdline").read_bytes())
-        except OSError:  # hidden, or no Linux
-            break
-        terminals[pid] = terminal != "0"
-        pid = parent
-    if named:
-        return Origin(named[1].decode(), named[2].decode(), terminals)
-    try:
-        grouped = _GROUP.findall((proc / "self" / "cgroup").read_text())
-    except OSError:
-        return None
-    if not grouped:
-        return None
-    job, step = grouped[-1]  # the innermost, where a cluster runs in another's job
-    return Origin(job, step, terminals)
-
-
-def _tasks_asked(environment: Mapping[str, str]) -> list[re.Pattern[str]]:
-    """What asks for tasks per node, if Slurm has given others: SLURM_TASKS_PER_NODE, as `2(x3),1`, is set anew for each job."""
-    counts = [count for count, _ in Slurm(environment, JOB).counts(JOB.tasks_per_node)]
-    return [_TASKS_ASKED] if counts and environment.get(JOB.tasks_asked_per_node) != str(max(counts)) else []
-
-
-def _without(environment: Mapping[str, str], *patterns: re.Pattern[str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not any(pattern.fullmatch(name) for pattern in patterns)}

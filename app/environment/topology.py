@@ -9,7 +9,6 @@ Standard library only: it is made on login nodes, before torch is there.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +38,33 @@ class Topology:
     """Where a value came from, by field name ("--processes", "CUDA_VISIBLE_DEVICES=0,1"); a field not in it is a default."""
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
+        is_one = self.num_nodes <= 1
+        threads = self.threads_per_process
+        rules = (
+            ("num_nodes", self.num_nodes >= 1, "it must be at least 1"),
+            ("processes_per_node", self.processes_per_node >= 1, "it must be at least 1"),
+            (
+                "node_rank",
+                0 <= self.node_rank < max(self.num_nodes, 1),
+                f"with {self.described('num_nodes')} it must be 0 to {self.num_nodes - 1}",
+            ),
+            ("port", 0 <= self.port <= 65535, "it must be a TCP port, 1 to 65535, or 0 for any free one"),
+            ("port", is_one or self.port != 0, f"{self.num_nodes} nodes must use the same port"),
+            ("head_address", self.head_address != "", "it must be the name or the address of node 0"),
+            (
+                "head_address",
+                is_one or not _is_loopback(self.head_address),
+                f"on each of the {self.num_nodes} nodes this means the node itself; give a name or address by which the others "
+                "reach node 0",
+            ),
+            ("threads_per_process", threads is None or threads >= 1, "it must be at least 1"),
+            (
+                "hosts",
+                len(self.hosts) in (0, self.num_nodes),
+                f"{self.described('num_nodes')}, so there must be one name per node",
+            ),
+        )
+        if problems := [f"{self.described(name)}: {rule}" for name, is_right, rule in rules if not is_right]:
             raise TopologyError("\n".join(problems))
 
     @property
@@ -68,38 +92,6 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
-def _problems(topology: Topology) -> list[str]:
-    counts = ("num_nodes", "processes_per_node")
-    problems = [f"{topology.described(name)}: it must be at least 1" for name in counts if getattr(topology, name) < 1]
-    if not 0 <= topology.node_rank < max(topology.num_nodes, 1):
-        last = topology.num_nodes - 1
-        problems.append(f"{topology.described('node_rank')}: with {topology.described('num_nodes')} it must be 0 to {last}")
-    if not 0 <= topology.port <= 65535:
-        problems.append(f"{topology.described('port')}: it must be a TCP port, 1 to 65535, or 0 for any free one")
-    if not topology.head_address:
-        problems.append(f"{topology.described('head_address')}: it must be the name or the address of node 0")
-    if topology.threads_per_process is not None and topology.threads_per_process < 1:
-        problems.append(f"{topology.described('threads_per_process')}: it must be at least 1")
-    if topology.hosts and len(topology.hosts) != topology.num_nodes:
-        problems.append(f"{topology.described('hosts')}: {topology.described('num_nodes')}, so there must be one name per node")
-    if topology.num_nodes > 1:
-        problems += _meeting_problems(topology)
-    return problems
-
-
-def _meeting_problems(topology: Topology) -> list[str]:
-    problems = []
-    if topology.port == 0:
-        problems.append(f"{topology.described('port')}: {topology.num_nodes} nodes must use the same port")
-    if _is_loopback(topology.head_address):
-        problems.append(
-            f"{topology.described('head_address')}: on each of the {topology.num_nodes} nodes this means the "
-            "node itself; give a name or address by which the others reach node 0"
-        )
-    return problems
-
-
-@functools.lru_cache  # asked again for each of thousands of nodes
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

@@ -33,16 +33,6 @@ def number(environment: Mapping[str, str], name: str, *, default: int = 0) -> in
     return int(text)
 
 
-def check_threads(environment: Mapping[str, str]) -> None:
-    """Raise TopologyError for a number of threads that is none: Accelerate would end with a traceback."""
-    text = environment.get("OMP_NUM_THREADS", "1")
-    if not (text.isdecimal() and int(text) > 0):
-        raise TopologyError(
-            f"OMP_NUM_THREADS is {text!r}: it must be a whole number from 1 on, the CPU threads of each "
-            "process. Correct or unset it"
-        )
-
-
 def said(environment: Mapping[str, str], *names: str) -> str:
     """Return the variables with their values, for messages: `SLURM_NODEID=1`."""
     return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
 from app.distributed.runtime import Runtime
-from app.environment import terminal
+from app.environment import host
 from app.errors import RunFolderError, is_of_a_lost_peer
 from app.evaluation import Evaluation
 from app.runs import run_folder
@@ -47,7 +47,7 @@ class Request:
     """What all ranks do after a step: nothing, save, or save and stop."""
 
     why: str = ""
-    """Who asked and how; empty where nobody did."""
+    """Who asked and how; empty for no request."""
     stop: bool = False
     """Whether the run stops once it has saved."""
     go_on: bool = False
@@ -95,7 +95,7 @@ class Control:
         self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
 
     def __enter__(self) -> Control:
-        self._terminals = terminal.those_on_a_terminal()
+        self._terminals = host.terminals()
         taken = [number for number in _SIGNALS if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)]
         self._previous = {number: signal.signal(number, self._take_note) for number in taken}
         return self
@@ -111,7 +111,7 @@ class Control:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and wherever it is just then
         elif number == signal.SIGHUP:
-            terminal.let_go(self._terminals)
+            host.redirect_to_null(self._terminals)
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -124,19 +124,31 @@ class Control:
         After the last step it is nothing, because the run ends anyway. Raises RunFolderError, on all ranks, if another
         start of the run has taken the run folder over.
         """
-        self._measure()
+        now_s, before_s = time.monotonic(), self._step_ended_s
+        if before_s is not None:  # the very first step may contain a compilation
+            self._step_s = max(self._step_s, now_s - before_s)
+        self._step_ended_s = now_s
         if step < self._next_look or step >= self._total_steps:
             return NOTHING
-        asks = [_BY_FORCE.index(self._asked()), self._step_s, self._save_s, -self._left_s()]
-        force, step_s, save_s, overdue_s = self._runtime.greatest(asks)
-        self._plan_next_look(step, step_s)
+        end_time_s = self._runtime.launched.end_time_s
+        left_s = end_time_s - time.time() if self._runtime.is_main and end_time_s is not None else math.inf
+        force, step_s, save_s, negative_left_s = self._runtime.greatest(
+            [_BY_FORCE.index(self._asked()), self._step_s, self._save_s, -left_s]
+        )
+        # The number of steps at most doubles: the first steps only fill an accelerator's queue, and seem short.
+        self._stride = max(1, min(2 * self._stride, int(_LOOK_EVERY_S / max(step_s, 1e-6))))
+        self._next_look = step + self._stride
+        self._slowest_s, self._step_s = max(self._slowest_s, step_s), 0.0
         request = _BY_FORCE[int(force)]
         if request is _TAKEN_OVER:
             with self._runtime.together():
                 if self._lost_claim:
                     raise self._lost_claim
-        if not request.stop:
-            request = self._end_is_near(left_s=-overdue_s, save_s=save_s) or request
+        # A step counts with the evaluation that follows it.
+        left_s, needed_s = -negative_left_s, _LOOK_EVERY_S + self._slowest_s + _SAVES * save_s + _MARGIN_S
+        if not request.stop and left_s <= needed_s:
+            why = f"the allocation ends in {left_s:.0f} s, and the next steps and a save may take {needed_s:.0f} s"
+            request = Request(why, stop=True, go_on=True)
         self._is_saving |= request.save
         return request
 
@@ -168,57 +180,23 @@ class Control:
                 self._claim.remove(run_folder.STOP)
 
     def _asked(self) -> Request:
-        """What this rank asks for."""
-        asked = [NOTHING, *(_SIGNALS[number] for number in self._received)]
+        """Return what this rank asks for."""
+        asked = {NOTHING, *(_SIGNALS[number] for number in self._received)}
         if self._runtime.is_main:
-            asked += self._asked_by_files_and_clocks()
+            files = {run_folder.STOP: _STOP_FILE, run_folder.SAVE: _SAVE_FILE}
+            if self._is_saving:  # what is asked for meanwhile is asked for again when that is done
+                del files[run_folder.SAVE]
+            elif self._save_every_s is not None and time.monotonic() - self._saved_at_s >= self._save_every_s:
+                asked.add(_MINUTES)
+            there = [name for name in files if (self._claim.path / name).exists()]
+            self._found.update(there)
+            asked.update(files[name] for name in there)
+            try:
+                self._claim.check()
+            except RunFolderError as error:
+                self._lost_claim = error
+                asked.add(_TAKEN_OVER)
         return max(asked, key=_BY_FORCE.index)
-
-    def _asked_by_files_and_clocks(self) -> Iterator[Request]:
-        if (self._claim.path / run_folder.STOP).exists():
-            self._found.add(run_folder.STOP)
-            yield _STOP_FILE
-        try:
-            self._claim.check()
-        except RunFolderError as error:
-            self._lost_claim = error
-            yield _TAKEN_OVER
-        if self._is_saving:
-            return  # what is asked for meanwhile is asked for again when that is done
-        if (self._claim.path / run_folder.SAVE).exists():
-            self._found.add(run_folder.SAVE)
-            yield _SAVE_FILE
-        if self._save_every_s is not None and time.monotonic() - self._saved_at_s >= self._save_every_s:
-            yield _MINUTES
-
-    def _measure(self) -> None:
-        """Keep the time of the longest step since the last agreement; the very first may contain a compilation."""
-        now_s, before_s = time.monotonic(), self._step_ended_s
-        if before_s is not None:
-            self._step_s = max(self._step_s, now_s - before_s)
-        self._step_ended_s = now_s
-
-    def _plan_next_look(self, step: int, step_s: float) -> None:
-        """Choose the next step at which all ranks look, from the longest step of any since the last time.
-
-        The number of steps at most doubles: the first steps only fill an accelerator's queue, and seem short.
-        """
-        self._stride = max(1, min(2 * self._stride, int(_LOOK_EVERY_S / max(step_s, 1e-6))))
-        self._next_look = step + self._stride
-        self._slowest_s, self._step_s = max(self._slowest_s, step_s), 0.0
-
-    def _left_s(self) -> float:
-        """Time until the end of the allocation, by the clock of the main process."""
-        end_time_s = self._runtime.launched.end_time_s
-        return end_time_s - time.time() if self._runtime.is_main and end_time_s is not None else math.inf
-
-    def _end_is_near(self, *, left_s: float, save_s: float) -> Request | None:
-        """Ask to stop if the next agreement could come too late. A step counts with the evaluation that follows it."""
-        needed_s = _LOOK_EVERY_S + self._slowest_s + _SAVES * save_s + _MARGIN_S
-        if left_s > needed_s:
-            return None
-        why = f"the allocation ends in {left_s:.0f} s, and the next steps and a save may take {needed_s:.0f} s"
-        return Request(why, stop=True, go_on=True)
 
 
 def is_better(score: float, best: float | None, *, good_end: Literal["max", "min"]) -> bool:
@@ -231,7 +209,7 @@ def is_better(score: float, best: float | None, *, good_end: Literal["max", "min
 class Patience:
     """Counts evaluations without a gain: part of a run's state, so that a resumed one ends where it would have ended.
 
-    It is told of every evaluation on the validation split, whether a bound is set or not.
+    It sees every evaluation on the validation split, whether a bound is set or not.
     """
 
     def __init__(self, monitor: tuple[str, Literal["max", "min"]], most: int | None) -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from app.environment.processes import kill_all_with
+from app.environment.host import kill_all_with
 from app.environment.variables import LAUNCHER
 from app.errors import HangError, RunFolderError, leave_with
 from app.runs import run_folder
@@ -96,7 +96,7 @@ class Watchdog:
         leave_with(hang, rank)
 
     def _write_stacks(self, headline: str) -> None:
-        """Write them below those of earlier times. Raises RunFolderError."""
+        """Write the stacks below earlier ones. Raises RunFolderError."""
         made = self._claim.place / self._path.name
         with self._claim.errors(self._path), made.open("w") as file:
             file.write(self._path.read_text(errors="replace") if self._path.exists() else "")
@@ -116,65 +116,61 @@ _IS_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed\.(run|launch)
 
 
 class Lifeline:
-    """Ends this process, with all that it started, when what started it is gone."""
+    """Ends this process, with all that it started, when the launcher that started it is gone."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """`environ` is this process's environment, which names the `samerun launch` above it, if there is one."""
         self._mark = environ.get(LAUNCHER)
-        self._is_first = environ.get("LOCAL_RANK", "0") == "0"  # it speaks for all on a machine
+        self._is_first = environ.get("LOCAL_RANK", "0") == "0"  # it reports for all on a machine
         self._is_asked_to_stop: Callable[[], bool] = lambda: False
-        me = psutil.Process()
-        above = [me, *me.parents()]
-        pids = [process.pid for process in above]
-        self._launcher = int(self._mark.partition("-")[0]) if self._mark else None
-        watched = 0
-        if self._launcher in pids:
-            watched = pids.index(self._launcher)
-        elif len(above) > 1 and _IS_LAUNCHER.search(_command_line(above[1])):
-            watched = 1
-        # Each process that is watched, with what its parent must be.
-        self._links = list(zip(above, pids[1 : watched + 1], strict=False))
-        self._was_lost_before = self._launcher is not None and self._launcher not in pids
+        self._watched: dict[str, psutil.Process | None] = {}
+        """Launchers by name; None: already gone."""
+        if self._mark:
+            self._watched["`samerun launch`"] = None
+            with suppress(psutil.NoSuchProcess):
+                self._watched["`samerun launch`"] = psutil.Process(int(self._mark.partition("-")[0]))
+        with suppress(psutil.Error):  # it has just ended, or is another user's
+            parent = psutil.Process().parent()
+            if parent and _IS_LAUNCHER.search(" ".join(parent.cmdline())):
+                self._watched["`accelerate launch`"] = parent
 
     def start(self) -> Lifeline:
         """Begin to watch."""
-        if self._links or self._was_lost_before:
+        if self._watched:
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
         return self
 
     def spare_if(self, is_asked_to_stop: Callable[[], bool]) -> None:
-        """Let the process go on for as long as this is so: it saves, and then ends by itself."""
+        """Let the process continue for as long as this is so: it saves, and then ends by itself."""
         self._is_asked_to_stop = is_asked_to_stop
 
     def _watch(self) -> None:
         wait = threading.Event().wait
-        while (lost := self._lost()) is None:
+        while (lost := next((name for name, process in self._watched.items() if _is_gone(process)), None)) is None:
             wait(_LOOK_FOR_LAUNCHER_EVERY_S)
         wait(_NOTICE_S if self._is_first else 2 * _NOTICE_S)
         while self._is_asked_to_stop():
             wait(_LOOK_FOR_LAUNCHER_EVERY_S)
         if self._is_first or self._mark:
-            _say(
-                f"samerun: {lost}, which started this run, has ended, so the run ends. It can be resumed from "
-                "its newest checkpoint"
-            )
+            ends = "has ended, so the run ends. It can be resumed from its newest checkpoint"
+            text = f"samerun: {lost}, which started this run, {ends}"
+            # On stderr, or on stdout where that was read by what is gone. Past Python's files, which a stuck thread may hold.
+            for descriptor in (2, 1):
+                with suppress(OSError):
+                    os.write(descriptor, f"{text}\n".encode())
+                    break
         if self._mark:  # all of this machine: a launcher that sees this one end would end the others, but not their children
             kill_all_with(LAUNCHER, self._mark)
         end_children()
         os._exit(1)
 
-    def _lost(self) -> str | None:
-        """What is gone, if anything is."""
-        if self._was_lost_before:
-            return "`samerun launch`"
-        for process, parent in self._links:
-            try:
-                if process.ppid() == parent:
-                    continue
-            except psutil.Error:
-                pass
-            return "`samerun launch`" if parent == self._launcher else "`accelerate launch`"
-        return None
+
+def _is_gone(process: psutil.Process | None) -> bool:
+    """Return whether a process has ended; a zombie has, whoever has to collect its exit code."""
+    try:
+        return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def end_workers() -> None:
@@ -192,18 +188,3 @@ def end_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended, or is somebody else's
-        return ""
-
-
-def _say(text: str) -> None:
-    """On stderr, or on stdout where that was read by what is gone. Past Python's files, which a stuck thread may hold."""
-    for descriptor in (2, 1):
-        with suppress(OSError):
-            os.write(descriptor, f"{text}\n".encode())
-            return

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.environment.slurm_variables import is_in_step
 from app.environment.started_ranks import STARTERS
-from app.environment.variables import check_threads, said
+from app.environment.variables import said
 from app.errors import TopologyError
 from launch.schedulers import hosts, pbs, slurm
 from launch.schedulers.job import Allocation, Job
@@ -30,7 +30,6 @@ def find(
     Raises TopologyError if one of them has no meaning here, and for an environment in which another launcher starts the
     processes.
     """
-    check_threads(environment)
     if by_torchrun := [name for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK") if name in environment]:
         raise TopologyError(
             f"the environment has {said(environment, *by_torchrun)}: torchrun, `accelerate launch` or a similar launcher "

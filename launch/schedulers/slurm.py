@@ -132,7 +132,7 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, scontrol: Sc
     elif JOB.gpus_per_task in environment:
         least = slurm.gpus(JOB.gpus_per_task) * slurm.least(JOB.tasks_per_node)
         origin = slurm.said(JOB.gpus_per_task, JOB.tasks_per_node)
-        if len({count for count, _ in slurm.counts(JOB.tasks_per_node)}) > 1 and asked is None:
+        if len(set(slurm.counts(JOB.tasks_per_node))) > 1 and asked is None:
             _refuse_uneven(origin, num_nodes, even=least, least=least)
         return least, origin
     elif slurm.in_salloc:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.environment import host
 from app.environment.variables import ERRORS
 from app.errors import STOPPED, HangError, TrainingError
 from app.files.lines import parsed
@@ -109,9 +110,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             errors=errors,
         )
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
-            from app.environment.processes import kill_all_with  # not at the top: the launcher starts at once
-
-            kill_all_with(ATTEMPT, mark)
+            host.kill_all_with(ATTEMPT, mark)
         if ending.lacks_memory:
             say(f"the kernel killed a process for lack of memory. {plan.memory_remedy}")
         outcome = folder.of_success(ending.exit_code) if plan.writes_outcome else folder.outcome()

@@ -17,8 +17,6 @@ def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
     """Say what is run, and where."""
     say(f"preset {resolved.preset.name} ({resolved.preset_origin}), {resolved.topology.described('processes_per_node')}")
     say(str(resolved.plan))
-    for note in resolved.degrees.notes:
-        say(f"note: {note}")
     if resolved.allocation and resolved.allocation.start:
         where = f"{resolved.allocation.scheduler} on {listed(resolved.topology.hosts)}"
         say(f"{where}; {resolved.allocation.start_origin}, so {resolved.allocation.start[0]} starts it on each node")

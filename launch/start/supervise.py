@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from app.environment import host, terminal
+from app.environment import host
 from app.environment.variables import LAUNCHER
 from app.errors import SamerunError, printable
 from app.runs import failure
@@ -186,7 +186,7 @@ class _Command:
         self._pass_on, self._passed_on_s = pass_on, -math.inf
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._started: subprocess.Popen[bytes] | None = None
-        self._terminals = terminal.those_on_a_terminal()
+        self._terminals = host.terminals()
         for number in ALL:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # as after nohup
                 signal.signal(number, self._receive)
@@ -212,16 +212,14 @@ class _Command:
 
     def end_all(self) -> None:
         """Kill the command, if it runs, and all on this machine that it started and left."""
-        from app.environment.processes import kill_all_with  # not at the top: the launcher starts at once
-
         if self._started is not None and self._started.poll() is None:
             os.killpg(self._started.pid, signal.SIGKILL)
-        kill_all_with(LAUNCHER, self._mark)
+        host.kill_all_with(LAUNCHER, self._mark)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.got.append(number)
         if number == signal.SIGHUP:
-            terminal.let_go(self._terminals)
+            host.redirect_to_null(self._terminals)
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
         if self._started is None or self._started.poll() is not None or is_echo:
             return
@@ -301,7 +299,7 @@ def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[byte
                 target.write(chunk)
                 target.flush()
             except OSError:  # a terminal that was lost without a SIGHUP, or the other end of a pipe
-                terminal.let_go([target.fileno()])
+                host.redirect_to_null([target.fileno()])
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
         if has_ended:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, SCRIPTS, Finished, Started, accelerate, free_port, launch, read, read_lines, run, train
+from processes import SCRIPTS, Finished, Started, accelerate, free_port, launch, read, read_lines, run, train
 
 from app.errors import PresetError
 
@@ -36,24 +36,15 @@ def test_multi_cpu_starts_one_process_where_two_were_asked_for(tmp_path: Path) -
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")
-def test_a_plain_accelerator_under_multi_gpu_without_gpus_is_two_copies() -> None:
-    finished = naive("multi_gpu")
-    assert finished.returncode != 0
-    assert "TopologyError: the launcher started 2 processes, but Accelerate sees 1" in finished.output
-    assert "unsynchronized copies" in finished.output
-
-
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")
 @pytest.mark.parametrize(
     ("config", "arguments", "sentence"),
     [
-        ("deepspeed_zero2", (), "the launcher started 2 processes, but Accelerate sees 1"),
+        ("multi_gpu", (), "the launcher started 2 processes, but Accelerate sees 1: they would train unsynchronized copies"),
         ("deepspeed_zero2", ("--cpu",), "the preset asks for deepspeed, but Accelerate set up MULTI_CPU"),
         ("fsdp2", (), "the preset asks for fsdp2, but Accelerate set up NO"),
-        ("fsdp2", ("--cpu",), "the preset asks for fsdp2, but Accelerate set up MULTI_CPU"),
     ],
 )
-def test_sharding_that_silently_is_none(config: str, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_plain_accelerator_under_a_preset(config: str, arguments: tuple[str, ...], sentence: str) -> None:
     finished = naive(config, *arguments)
     assert finished.returncode != 0
     assert sentence in finished.output
@@ -61,34 +52,6 @@ def test_sharding_that_silently_is_none(config: str, arguments: tuple[str, ...],
 
 def test_the_checks_pass_where_nothing_is_wrong() -> None:
     assert "found nothing wrong" in naive("multi_gpu", "--cpu").check().output
-
-
-def test_fsdp_1_is_refused(tmp_path: Path) -> None:
-    config = preset(tmp_path, "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
-    finished = train(config, tmp_path / "run", *SHORT, processes=2)
-    assert finished.returncode != 0
-    assert "PresetError: the preset's fsdp_version is 1" in finished.output
-
-
-def test_accumulation_from_the_preset_or_the_environment_is_refused(tmp_path: Path) -> None:
-    zero2 = (REPOSITORY / "accelerate_configs" / "deepspeed_zero2.yaml").read_text()
-    config = preset(tmp_path, "")
-    config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_accumulation_steps: 7"))
-    for finished in (
-        train(config, tmp_path / "preset", *SHORT, processes=2),
-        train("cpu", tmp_path / "env", *SHORT, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}),
-    ):
-        assert finished.returncode != 0
-        assert "PresetError: ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 7" in finished.output
-
-
-def test_clipping_from_the_preset_is_refused(tmp_path: Path) -> None:
-    zero2 = (REPOSITORY / "accelerate_configs" / "deepspeed_zero2.yaml").read_text()
-    config = preset(tmp_path, "")
-    config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_clipping: 0.5"))
-    finished = train(config, tmp_path / "run", *SHORT, processes=2)
-    assert finished.returncode != 0
-    assert "PresetError: the preset's gradient_clipping is 0.5" in finished.output
 
 
 def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
@@ -106,9 +69,7 @@ def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: fp16 is for machines with one")
-@pytest.mark.parametrize(
-    ("config", "processes"), [("cpu", None), ("single_gpu", None), ("multi_gpu", 2), ("deepspeed_zero2", 2), ("fsdp2", 2)]
-)
+@pytest.mark.parametrize(("config", "processes"), [("cpu", None), ("deepspeed_zero2", 2)])
 def test_fp16_on_a_cpu_is_refused(config: str, processes: int | None, tmp_path: Path) -> None:
     """Accelerate would train in float32 under most of these, and the run folder would say fp16."""
     half = {"ACCELERATE_MIXED_PRECISION": "fp16"}
@@ -128,27 +89,18 @@ def test_a_precision_of_deepspeeds_config_file_is_none_that_nobody_wrote_down(tm
     assert "mixed_precision is no, but the prepared model computes in bf16" in finished.output
 
 
-@pytest.mark.parametrize("config", ["single_gpu", "cpu"])
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: nothing to be said")
-def test_that_there_is_no_gpu_is_said_where_one_was_asked_for(config: str, tmp_path: Path) -> None:
-    said = train(config, tmp_path / "run", *SHORT).check().output
-    assert ("finds no GPU), run folder" in said) == (config == "single_gpu")
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: nothing to report")
+def test_a_run_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
+    assert "finds no GPU), run folder" in train("single_gpu", tmp_path / "run", *SHORT).check().output
     assert read(tmp_path / "run" / "run.json")["mixed_precision"] == "no"
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes (SLURM_STEP_NUM_TASKS=2), but this process has no"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes (OMPI_COMM_WORLD_SIZE=2), but this process has no"),
-        ("PMI_SIZE", "mpiexec (PMI) started 2 processes (PMI_SIZE=2), but this process has no"),
-    ],
-)
-def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: Path, name: str, sentence: str) -> None:
+def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), *SHORT]
-    finished = Started(command, env={name: "2"}).wait()
+    finished = Started(command, env={"OMPI_COMM_WORLD_SIZE": "2"}).wait()
     assert finished.returncode == 5
-    assert f"TopologyError: {sentence}" in finished.output
+    sentence = "TopologyError: mpirun (Open MPI) started 2 processes (OMPI_COMM_WORLD_SIZE=2), but this process has no"
+    assert sentence in finished.output
     assert "Traceback" not in finished.output
     assert not (tmp_path / "run").exists()
 
@@ -156,8 +108,8 @@ def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: P
 def test_python_started_by_mpirun_trains_one_run(tmp_path: Path) -> None:
     ranks, port = [], str(free_port())
     for rank in ("0", "1"):
-        told = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
-        environment = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()} | {"MASTER_PORT": port}
+        place = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+        environment = {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()} | {"MASTER_PORT": port}
         command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *SHORT]
         ranks.append(Started(command, env=environment))
     for started in ranks:

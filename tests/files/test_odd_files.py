@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.environment import launched
-from app.errors import RunFolderError, TopologyError
+from app.errors import RunFolderError
 from app.runs import run_folder
-from launch.schedulers import detect
 from launch.start import run_checks
 
 
@@ -24,10 +22,3 @@ def test_a_name_that_is_no_text_is_refused_by_the_launcher(tmp_path: Path) -> No
 def test_a_name_that_is_too_long_is_refused_in_a_sentence(may_exist: bool, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"the run folder .*rrr cannot be written: File name too long"):
         run_folder.choose(str(tmp_path / ("r" * 300)), "digits", may_exist=may_exist)
-
-
-@pytest.mark.parametrize("threads", ["abc", "", "0", "-1", "4,2", "1.5"])
-def test_a_number_of_threads_that_is_none_is_refused_by_launcher_and_training(threads: str) -> None:
-    for refuse in (detect.find, launched.read):
-        with pytest.raises(TopologyError, match=rf"OMP_NUM_THREADS is '{threads}': it must be a whole number from 1 on"):
-            refuse({"OMP_NUM_THREADS": threads})

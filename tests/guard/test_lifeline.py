@@ -23,7 +23,8 @@ from launch.preset import load
 
 pytestmark = pytest.mark.multiproc
 
-HOST = socket.gethostname()
+LOST = "samerun: `samerun launch`, which started this run, has ended, so the run ends."
+KILLED = f"samerun: {{}} on {socket.gethostname()} was ended by SIGKILL, for example for lack of memory, and the run"
 SOON_S = 15.0
 """Looking takes up to a second and a half; the rest is for machines that are busy."""
 
@@ -124,39 +125,17 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "victim", "code", "said"),
+    ("preset", "victim", "code", "sentence"),
     [
-        ("multi_gpu", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
-        (
-            "multi_gpu",
-            "launcher",
-            137,
-            f"samerun: `accelerate launch` on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
-        ),
-        (
-            "multi_gpu",
-            "rank",
-            137,
-            f"samerun: rank 1 on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
-        ),
-        ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
-        (
-            "cpu",
-            "launcher",
-            137,
-            f"samerun: `accelerate launch` on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
-        ),
-        ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
-        (
-            "alone",
-            "rank",
-            137,
-            f"samerun: rank 0 on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
-        ),
+        ("multi_gpu", "samerun", -9, LOST),
+        ("multi_gpu", "launcher", 137, KILLED.format("`accelerate launch`")),
+        ("multi_gpu", "rank", 137, KILLED.format("rank 1")),
+        ("alone", "samerun", -9, LOST),
+        ("alone", "rank", 137, KILLED.format("rank 0")),
     ],
 )
 def test_nothing_is_left_of_a_run_of_ours(
-    start: Callable[[list[str]], Run], tmp_path: Path, preset: str, victim: str, code: int, said: str
+    start: Callable[[list[str]], Run], tmp_path: Path, preset: str, victim: str, code: int, sentence: str
 ) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     processes = 2 if preset == "multi_gpu" else 1
@@ -170,7 +149,7 @@ def test_nothing_is_left_of_a_run_of_ours(
     run.wait_until(lambda: run.output.count("up\n") == processes)
     run.kill(victim)
     assert run.process.wait() == code
-    assert run.output.count(said) == 1
+    assert run.output.count(sentence) == 1
 
 
 @pytest.mark.parametrize("preset", ["cpu", "multi_gpu"])

@@ -1,12 +1,18 @@
-"""A training that stands still ends by itself and leaves behind where each rank stood."""
+"""A training that stands still ends by itself and writes where each rank stood; so does a start whose port is flooded."""
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from processes import REPOSITORY, Started, accelerate, read_lines
+from processes import REPOSITORY, Started, accelerate, free_port, read_lines
+
+from app.errors import HangError
 
 pytestmark = pytest.mark.multiproc
 
@@ -42,3 +48,30 @@ def test_a_rank_that_keeps_pythons_lock_ends_and_says_where_it_stood(tmp_path: P
     finished = Started([sys.executable, STUCK, "0", "lock", *arguments(tmp_path)], env={"OMP_NUM_THREADS": "1"}).wait()
     assert finished.returncode == 1, finished.output
     assert "in fetch_or_hang" in finished.output
+
+
+def flood(port: int, *, per_s: float, seconds: float, patience_s: float = 60.0) -> None:
+    """Connect to a port, and hang up, again and again, from the moment at which something listens there."""
+    give_up_s = time.monotonic() + patience_s
+    while time.monotonic() < give_up_s:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            break
+        time.sleep(0.02)
+    begun_s = time.monotonic()
+    for number in range(int(per_s * seconds)):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            pass
+        time.sleep(max(0.0, begun_s + number / per_s - time.monotonic()))
+
+
+@pytest.mark.slow
+def test_a_flooded_start_ends_with_a_sentence(tmp_path: Path) -> None:
+    port = free_port()
+    words = ["--preset", "multi_gpu", "--processes", "2", "--port", str(port), "--run-dir", str(tmp_path / "run")]
+    started = Started(["samerun", "launch", *words, "--trackers", "none", "train.steps=2"])
+    flood(port, per_s=200, seconds=8)
+    processes = started.processes()
+    ended = started.wait()
+    assert ended.returncode == HangError.exit_code, ended.output
+    assert f"HangError: the store at 127.0.0.1:{port}, through which the processes meet, gave rank" in ended.output
+    assert not psutil.wait_procs(processes, timeout=5)[1]

@@ -53,7 +53,7 @@ OPTIONS: dict[str, str] = {
     "JOB --qsub-option=-x": "'-x' is an option of another scheduler, but the job is submitted with sbatch",
     "JOB --scheduler pbs --gpus-per-node a100:2": "--gpus-per-node is 'a100:2': for PBS it must be a number",
     "JOB -- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1",
-    "JOB -- --trackers wandbb": "--trackers has 'wandbb': unknown tracker; did you mean wandb?",
+    "JOB -- --trackers wandbb": "--trackers has 'wandbb': unknown tracker; did you mean wandb",
     "JOB -- --resume nowhere": "--resume is nowhere: no such folder",
     "JOB -- --init-from nowhere": "recipe values are given as key=value: train.init_from=nowhere",
     "JOB train.init_from=nowhere": "train.init_from is 'nowhere': no such file or folder",
@@ -77,7 +77,6 @@ def test_options(words: str, sentence: str, refused: Refused, tmp_path: Path) ->
     ("words", "sentence"),
     [
         ("--lr 0.1", "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1"),
-        ("--gpus 4", "--gpus: unknown option; give --gpus-per-node 4"),
         ("--scheduler lsf", "--scheduler: invalid choice: 'lsf'"),
         ("--partition=", "--partition is empty: give it a value or leave it out"),
         ("--nodes", "--nodes: expected one argument"),

@@ -42,14 +42,10 @@ def test_the_trackers_are_those_of_the_library() -> None:
     ("words", "meant"),
     [
         (["--lr", "0.1"], "optim.lr=0.1"),
-        (["--lr=0.1"], "optim.lr=0.1"),
-        (["--optim.lr", "0.1"], "optim.lr=0.1"),
-        (["--learning-rate", "0.1", "seed=1"], "optim.lr=0.1"),
-        (["--batch_size", "64"], "train.global_batch_size=64"),
+        (["--optim.lr=0.1", "seed=1"], "optim.lr=0.1"),
+        (["--tracker", "none"], "did you mean --trackers?"),
         (["--epochs"], "train.epochs=..."),
-        (["--tracker", "none"], "give --trackers none"),
         (["--rundir", "x"], "did you mean --run-dir?"),
-        (["--report_to=wandb"], "give --trackers wandb"),
         (["--nonsense"], "recipe values are given as key=value"),
     ],
 )
@@ -81,26 +77,20 @@ def test_the_commands_that_compare_topologies_understand_them_too() -> None:
     assert (ours.accumulation, theirs.processes) == ([1], [1, 2])
 
 
-@pytest.mark.parametrize(("total", "nodes", "each"), [(4, [], 2), (3, ["--num_machines", "1"], 3), (1, ["--nodes=1"], 1)])
 def test_their_number_of_processes_is_that_of_all_nodes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, total: int, nodes: list[str], each: int
-) -> None:
-    monkeypatch.setenv("SAMERUN_HOSTS", "node-a,node-b")
-    batch = "train.global_batch_size=12"
-    by_node = dry_run(capsys, "--processes-per-node", str(each), *nodes, batch)
-    assert dry_run(capsys, "--num_processes", str(total), *nodes, batch)[2] == by_node[2]
-    assert by_node[0] == 0
-
-
-def test_a_number_that_the_nodes_cannot_share_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAMERUN_HOSTS", "node-a,node-b")
-    code, _, said = dry_run(capsys, "--num_processes", "3")
-    assert code == 5
-    assert "--num_processes is 3, the total number of processes, on 2 nodes: it must be a multiple of 2" in said
-    code, _, said = dry_run(capsys, "--num_processes", "4", "--processes-per-node", "1")
-    assert (code, "--num_processes is 4, 2 per node, but the options also say 1" in said) == (5, True)
+    batch = "train.global_batch_size=12"
+    by_node = dry_run(capsys, "--processes-per-node", "2", batch)
+    assert dry_run(capsys, "--num_processes", "4", batch)[2] == by_node[2]
+    assert by_node[0] == 0
+    for arguments, sentence in {
+        ("--num_processes", "3"): "--num_processes is 3, the total number of processes, on 2 nodes: it must be a multiple of 2",
+        ("--num_processes", "4", "--processes-per-node", "1"): "--num_processes is 4, 2 per node, but the options also say 1",
+    }.items():
+        code, _, errors = dry_run(capsys, *arguments)
+        assert (code, sentence in errors) == (5, True)
 
 
 def test_a_run_that_goes_on_needs_no_more_what_it_began_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

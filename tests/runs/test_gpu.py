@@ -28,7 +28,6 @@ LLAMA = (
 )
 # Presets that keep copies of a model, for which one node is too few, and that divide matrices, which takes a model with a plan.
 DIVIDED = ("hsdp", "tensor_parallel")
-ONE_COPY = "on one node there is one copy of the model: this is the same as fsdp2"
 ALWAYS = ("--trackers", "none", "log.every_steps=1", "checkpoint.every_steps=40")
 RUN = (*DIGITS, *ALWAYS)
 # Of one forward pass, in IEEE's float32 on both: docs/same-run.md has no more for twenty steps.
@@ -99,10 +98,10 @@ def test_a_preset_trains_on_the_gpu_and_goes_on(
     once, twice = tmp_path / "once", tmp_path / "twice"
     words = LLAMA if preset in DIVIDED else DIGITS
     expected_of_cpu = on_cpu(words)
-    said = [each.wait().check().output for each in [start(preset, run_dir, of=words) for run_dir in (once, twice)]]
+    for each in [start(preset, run_dir, of=words) for run_dir in (once, twice)]:
+        each.wait().check()
     processes = read(once / "run.json")["world_size"]
     assert processes == processes_of(preset)
-    assert (ONE_COPY in said[0]) == (preset == "hsdp")
     if preset in DIVIDED:
         figure(f"a tiny Llama, {'one process: nothing is divided' if processes == 1 else f'{processes} processes'}")
     assert "cuda" in str(read(once / "run.json"))
