@@ -42,20 +42,15 @@ STARTERS_FLOOR = 18  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     (
-        "launch.new",
         "launch.shipped",
-        "launch.parallelism",
         "launch.preset",
-        "launch.cooperation",
         "launch.run_module",
         "launch.node_command",
-        "launch.one_process",
     ),
     ("launch.schedulers",),
     ("launch.start",),
-    ("launch.submit",),
     ("launch.cases",),
-    ("launch.sweep",),
+    ("launch.submit",),
     ("launch.cli",),
 ]
 

@@ -127,7 +127,7 @@ def _environment() -> Iterator[str]:
     read = {name for file in files for name in re.findall(r"SAMERUN_[A-Z_]*[A-Z]", file.read_text())}
     assert read == VARIABLES.keys() | {f"SAMERUN_{name}" for name in _OWN}, read
     yield "# Environment variables\n"
-    yield "The variables of schedulers, MPI and libraries are read unchanged. `samerun launch --explain` prints every value"
+    yield "The variables of schedulers, MPI and libraries are read unchanged. `samerun launch --dry-run` prints every value"
     yield "and its origin. You may set these:\n"
     yield "| variable | meaning |\n|---|---|"
     yield from (f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items())

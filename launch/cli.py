@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from app.environment.launched import errors_folder
 from app.environment.slurm_variables import is_in_step, own_environment
@@ -25,7 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if not arguments or arguments[0].startswith("-"):
-            _parser().parse_all(arguments or ["--help"])  # ends here: with the help, the version, or an unknown option
+            _parser().parse_all(arguments or ["--help"])  # ends here but for --version: with the help, or an unknown option
+            from importlib.metadata import version  # not at the top: the help is fast
+
+            sys.stdout.write(f"samerun {version('samerun')}\n")
+            return 0
         if arguments[0] not in _COMMANDS:
             hint = did_you_mean(arguments[0], _COMMANDS, then="`samerun --help` lists the commands")
             raise UsageError(f"{arguments[0]}: unknown command; {hint}")
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # Module, function and description of each command.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "start": {
-        "new": ("launch.new", "new", "create a project folder: your own task, its recipe, a job script and a test"),
+        "new": ("launch.shipped", "new", "create a project folder: your own task, its recipe, a job script and a test"),
         "recipes": ("launch.shipped", "recipes", "list the shipped recipes, or print one"),
         "presets": ("launch.shipped", "presets", "list the shipped presets, or print one"),
         "script": ("launch.shipped", "script", "list the shipped job scripts, or print one"),
@@ -60,8 +63,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "train": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
-        "sweep": ("launch.sweep", "sweep", "train every combination of some recipe values, one run after the other"),
-        "submit": ("launch.submit.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
+        "sweep": ("launch.cases", "sweep", "train every combination of some recipe values, one run after the other"),
+        "submit": ("launch.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
         "train": ("app.train", "main", "train in this process, or in the processes that accelerate launch started"),
         "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that can read its folder"),
     },
@@ -103,20 +106,9 @@ def _parser() -> Parser:
         epilog=f"{commands}\n`samerun COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="what to do")
     return parser
-
-
-class _Version(argparse.Action):
-    """Finds the version only when it is printed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Print it and end the program."""
-        from importlib.metadata import version
-
-        sys.stdout.write(f"samerun {version('samerun')}\n")
-        parser.exit()
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,15 @@
-"""The command that starts the processes of one node. Pure: the same topology and preset give the same command.
+"""Commands that start the processes of one node: by `accelerate launch`, or one process without it.
 
     python run_module.py accelerate.commands.launch --config_file PRESET --num_processes N ... run_module.py app.train ...
 
 is `accelerate launch ... -m app.train ...` with this very interpreter, and whatever the working folder holds (`run_module.py`);
-an `accelerate` on the PATH may belong to another environment, or be missing where the environment is not activated.
+an `accelerate` on the PATH may belong to another environment, or be missing where the environment is not activated. The same
+topology and preset give the same command.
+
+For one process that launcher imports torch, two seconds of CPU and 220 MB, to set a few variables of the environment.
+`one_process_argv` sets them without torch, by the same rules; a test compares them with what the launcher itself gives. What it
+does not know is left to the launcher. Facts: accelerate 1.15, `commands/launch.py` (`_validate_launch_command`) and
+`utils/launch.py`; torch 2.14, `distributed/elastic/agent/server/local_elastic_agent.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +20,27 @@ from types import MappingProxyType
 from app.environment.degrees import KEY
 from app.environment.launched import NO_FP16_ON_CPU
 from app.environment.topology import Topology
+from app.environment.variables import PRESET_FILE
 from app.errors import PresetError
-from launch import parallelism
-from launch.preset import Preset, contradiction
+from launch.preset import PARALLELISM, Preset
 from launch.run_module import ACCELERATE, program
 
 _BOTH_STREAMS = "3"
 """torchrun's value for stdout and stderr."""
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 """Signals that torchrun (2.13 and later) passes on to its processes. By default it dies of the last two."""
+_COMPILERS = ("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS")
+_NO_COMPILER = {"backend": "NO", "mode": "default", "use_fullgraph": "False", "use_dynamic": "False",
+                "use_regional_compilation": "False"}  # fmt: skip
+# Variables of MPI for the number of processes on this node, by which Accelerate divides the cores.
+_OF_MPI = {"MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"}
+# Set by torchrun for a group of one, which keeps its own store at any port, as no other process needs it.
+_GROUP_OF_ONE = {
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+    "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+}  # fmt: skip
 
 
 def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
@@ -43,10 +61,11 @@ def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
     other (only the option --multi_gpu refuses it, which a file does not set).
 
     Raises PresetError for a preset that starts one process where the topology has more (Accelerate would start it silently),
-    for fp16 under a preset that asks for the CPU and for sizes that the preset does not have; TopologyError for sizes that do
-    not divide the processes.
+    for fp16 under a preset that asks for the CPU, for a file that contradicts the launch and for sizes that the preset does not
+    have; TopologyError for sizes that do not divide the processes.
     """
-    _check(topology, preset, mixed_precision, sizes)
+    _check(topology, preset, mixed_precision)
+    preset.degrees(topology, sizes)
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
     variables = []
@@ -56,7 +75,10 @@ def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
     if label_lines:
         # One log for many: each line names its process. torchrun has a name for the host since torch 2.14 only.
         variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[node_rank]}] ")
-    variables += [f"{name}={value}" for name, value in preset.variables.items()]
+    compiler = preset.compiler()
+    if preset.strategy == "deepspeed" and compiler.get("backend"):
+        # Accelerate (1.15, `prepare_deepspeed_cmd_env`) hands on how to compile under every type but this.
+        variables += [f"ACCELERATE_DYNAMO_{key.upper()}={value}" for key, value in compiler.items()]
     if not preset.is_single_process:
         variables.append(f"PET_SIGNALS_TO_HANDLE={_SIGNALS}")
 
@@ -75,7 +97,7 @@ def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
     return [*argv, *program(module)[1:], *app_args]
 
 
-def _check(topology: Topology, preset: Preset, mixed_precision: str | None, sizes: Mapping[str, int]) -> None:
+def _check(topology: Topology, preset: Preset, mixed_precision: str | None) -> None:
     if preset.is_single_process and topology.world_size > 1:
         raise PresetError(
             f"preset {preset.name} starts 1 process, and this run has {topology.world_size}: "
@@ -84,6 +106,61 @@ def _check(topology: Topology, preset: Preset, mixed_precision: str | None, size
         )
     if preset.use_cpu and mixed_precision == "fp16":
         raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
-    if problem := contradiction(preset, topology, mixed_precision or preset.mixed_precision):
+    if problem := preset.contradiction(topology, mixed_precision or preset.mixed_precision):
         raise PresetError(f"preset {preset.path}: {problem}")
-    parallelism.of_launch(preset.name, preset.sizes, topology, sizes)
+
+
+def one_process_argv(
+    topology: Topology,
+    preset: Preset,
+    app_args: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    module: str = "app.train",
+    mixed_precision: str | None = None,
+) -> list[str] | None:
+    """Return the command of the one process of `module`, or None where `accelerate launch` has to start it.
+
+    `environment` is what the process inherits.
+    """
+    variables = one_process_variables(topology, preset, environment, mixed_precision=mixed_precision)
+    if variables is None:
+        return None
+    variables[PRESET_FILE] = str(preset.path)
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *program(module), *app_args]
+
+
+def one_process_variables(
+    topology: Topology, preset: Preset, environment: Mapping[str, str], *, mixed_precision: str | None = None
+) -> dict[str, str] | None:
+    """Return what `accelerate launch` would set for the one process, or None where that is not known."""
+    compiling = _NO_COMPILER | {key: str(value) for key, value in preset.compiler().items()}
+    compiling["backend"] = compiling["backend"].upper()
+    is_known = compiling.keys() == _NO_COMPILER.keys() and compiling["backend"] in _COMPILERS
+    # Keys of a preset that only Accelerate's launcher understands.
+    is_known &= preset.settings.get("debug", False) is False and PARALLELISM not in preset.settings
+    threads = _threads(topology.threads_per_process, environment, use_cpu=preset.use_cpu)
+    if topology.world_size != 1 or not is_known or preset.strategy != "ddp" or threads is None:
+        return None
+    found = {"ACCELERATE_MIXED_PRECISION": mixed_precision or preset.mixed_precision, "OMP_NUM_THREADS": str(threads)}
+    found |= {f"ACCELERATE_DYNAMO_{name.upper()}": value for name, value in compiling.items()}
+    if not preset.is_single_process:
+        own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+        return None if topology.hosts else found | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
+    spinning = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if preset.use_cpu else {}
+    return found | {"ACCELERATE_USE_CPU": str(preset.use_cpu)} | spinning
+
+
+def _threads(given: int | None, environment: Mapping[str, str], *, use_cpu: bool) -> int | None:
+    """Return the CPU threads of the process: as given, else 1, and on the CPU all cores; None where that is not known."""
+    if given is None and "OMP_NUM_THREADS" in environment:
+        if not environment["OMP_NUM_THREADS"].isdecimal():  # left to `accelerate launch`
+            return None
+        given = int(environment["OMP_NUM_THREADS"])
+    if given is not None or not use_cpu:
+        return given or 1
+    if _OF_MPI & environment.keys():
+        return None
+    import psutil  # not at the top: a login node may not have it
+
+    return psutil.cpu_count(logical=False)

@@ -5,8 +5,8 @@
 is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
-The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, which it turns into 1 by
-itself, and that process is recorded (app/runs/failure.py). torchrun's summary stays, the tracebacks of the launchers go.
+The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, where Accelerate gives 1,
+and that process is recorded (app/runs/failure.py). torchrun's summary stays, the tracebacks of the launchers are left out.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ def main() -> None:
     if module == ACCELERATE:
         _launch_processes()
     else:
-        _run(module)
-
-
-def _run(module: str) -> None:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _launch_processes() -> None:
@@ -55,7 +51,7 @@ def _launch_processes() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended while it starts, it would say where, in its imports
     try:
-        _run(ACCELERATE)
+        runpy.run_module(ACCELERATE, run_name="__main__", alter_sys=True)
     except subprocess.CalledProcessError as error:  # one process
         sys.exit(as_shells_say(error.returncode))
     except Exception as error:

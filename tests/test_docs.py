@@ -204,7 +204,7 @@ def accepted(arguments: list[str], folder: Path) -> None:
 
 
 def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
-    launches = [words for words in cluster_commands("samerun launch") if "--explain" not in words]
+    launches = cluster_commands("samerun launch")
     (job,) = cluster_commands("sbatch --account=A")
     launches.append(job[job.index("launch/multinode.sh") + 1 :])
     (job,) = cluster_commands("qsub -A A")

@@ -123,8 +123,6 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.distributed.handshake",
             "app.environment.degrees",
             "app.environment.launched",
-            "launch.parallelism",
-            "launch.one_process",
             "launch.preset",
         },
     }

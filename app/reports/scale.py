@@ -31,7 +31,8 @@ from app.reports.runs import write
 from app.runs import run_folder
 from launch import cases, preset
 from launch.cases import RunCase
-from launch.schedulers import detect, local
+from launch.schedulers import detect
+from launch.schedulers.hosts import count_accelerators
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +61,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     allocation = detect.find(environment) and detect.find(environment, processes_per_node=most)
     # On CPUs all sizes get the threads per process of the largest, or each process of a smaller one would have more cores.
     threads = allocation.topology.threads_per_process if allocation else None
-    if not allocation and local.count_accelerators(environment)[0] == 0:
+    if not allocation and count_accelerators(environment)[0] == 0:
         threads = host.usable(most)
     environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **environment}
 

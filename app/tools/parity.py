@@ -30,7 +30,7 @@ from app.reports import past_run
 from app.reports.compare import Comparison, compare
 from app.reports.past_run import PastRun
 from app.reports.runs import write
-from launch import cases, parallelism, preset
+from launch import cases, preset
 from launch.cases import RunCase
 from launch.schedulers import detect
 
@@ -144,7 +144,7 @@ def case_of(
     file = preset.load(variant.preset)
     size = recipe.train.global_batch_size
     try:
-        ranks = parallelism.data_ranks(file.name, file.sizes, Topology(processes_per_node=variant.processes))
+        ranks = variant.processes // file.degrees(Topology(processes_per_node=variant.processes)).tensor_parallel
     except TopologyError as error:
         return str(error)
     if size % (parts := ranks * variant.accumulation):

@@ -24,7 +24,6 @@ from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import Recipe
-from launch import parallelism
 from launch import preset as presets
 from launch.preset import Preset
 
@@ -163,7 +162,7 @@ def _row(given: _Given, preset: Preset, number: int, nodes: int, activations: st
     found: list[tuple[int, Memory]] = []
     topology = Topology(num_nodes=nodes, processes_per_node=number // nodes, head_address="head", port=1)
     try:
-        sharding = preset.sharding(parallelism.of_launch(preset.name, preset.sizes, topology, {}))
+        sharding = preset.sharding(preset.degrees(topology))
         row["sharding"] = asdict(sharding)
         data_ranks = number // sharding.tensor_parallel
         case = Case(given.recipe, sharding, 1, data_ranks, given.precision, recomputes=activations == _BLOCKS)

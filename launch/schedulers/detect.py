@@ -7,10 +7,12 @@ of a scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from app.environment.slurm_variables import is_in_step
 from app.environment.started_ranks import STARTERS
+from app.environment.topology import Topology
 from app.environment.variables import said
 from app.errors import TopologyError
 from launch.schedulers import hosts, pbs, slurm
@@ -30,32 +32,60 @@ def find(
     Raises TopologyError if one of them has no meaning here, and for an environment in which another launcher starts the
     processes.
     """
-    if by_torchrun := [name for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK") if name in environment]:
-        raise TopologyError(
-            f"the environment has {said(environment, *by_torchrun)}: torchrun, `accelerate launch` or a similar launcher "
-            "started this process as one of several, and each would launch the whole run. Start `samerun launch` once, or "
-            f"unset {', '.join(by_torchrun)} if they are left over"
-        )
-    _refuse_mpi(environment)
+    _refuse_other_starters(environment)
     per_node = processes if processes_per_node is None else processes_per_node
-    asked: dict[str, Any] = {"processes_per_node": per_node, "nodes": nodes}
-    allocation = hosts.find(environment, **asked) or slurm.find(environment, **asked) or pbs.find(environment, **asked)
+    requested: dict[str, Any] = {"processes_per_node": per_node, "nodes": nodes}
+    allocation = (
+        hosts.find(environment, **requested) or slurm.find(environment, **requested) or pbs.find(environment, **requested)
+    )
     if allocation and processes is not None and allocation.topology.num_nodes > 1:
         raise TopologyError(
             f"--processes is {processes}, which is for one machine, but {allocation.scheduler} has "
             f"{allocation.topology.num_nodes} nodes ({allocation.topology.origins['num_nodes']}): use "
             f"--processes-per-node {processes}"
         )
-    if not allocation and processes_per_node is not None:
-        raise TopologyError(
-            f"--processes-per-node is {processes_per_node}, but there is no scheduler's allocation here: "
-            f"use --processes {processes_per_node} on this machine, or start inside a job"
-        )
-    if not allocation and nodes not in (None, 1):
-        raise TopologyError(
-            f"--nodes is {nodes}, but there is no scheduler's allocation here: start inside a job with that many nodes"
-        )
+    for option, value in {"--processes-per-node": processes_per_node, "--nodes": None if nodes == 1 else nodes}.items():
+        if not allocation and value is not None:
+            raise TopologyError(
+                f"{option} is {value}, but there is no scheduler's allocation here: start inside a job, or use "
+                "--processes N on this machine"
+            )
     return allocation
+
+
+def this_machine(
+    environment: Mapping[str, str],
+    *,
+    processes: int | None = None,
+    origin: str = "--processes",
+    device_folder: Path = Path("/dev"),
+) -> Topology:
+    """Return this machine as a topology: `processes` (from `origin`), or one per accelerator and at least one.
+
+    The port is left to `accelerate launch` (0), which looks for a free one just before it is used: two runs started
+    together cannot meet, and a printed command can be run again. Raises TopologyError.
+    """
+    if processes is None:
+        count, origin = hosts.count_accelerators(environment, device_folder=device_folder)
+        processes, origin = (count, origin) if count else (1, f"no accelerator: {origin}")
+    elif processes < 1:
+        raise TopologyError(f"{origin} is {processes}: a run needs at least 1 process")
+    return Topology(processes_per_node=processes, origins={"processes_per_node": origin})
+
+
+def processes_per_node(total: int, num_nodes: int, by_hand: int | None) -> int:
+    """Return the processes on each node if --num_processes, Accelerate's number of those of all nodes, is `total`.
+
+    Raises TopologyError if it is not a multiple of the nodes, or another number is given `by_hand`.
+    """
+    each, rest = divmod(total, num_nodes)
+    if rest or by_hand not in (None, each):
+        contradiction = "" if by_hand is None else f", and another option asks for {by_hand} per node"
+        raise TopologyError(
+            f"--num_processes is {total}, the total number of processes, on {num_nodes} nodes{contradiction}: "
+            f"it must be a multiple of {num_nodes}; remove it, or the other option"
+        )
+    return each
 
 
 def job(environment: Mapping[str, str]) -> Job | None:
@@ -63,15 +93,20 @@ def job(environment: Mapping[str, str]) -> Job | None:
     return slurm.find_job(environment) or pbs.find_job(environment)
 
 
-def _refuse_mpi(environment: Mapping[str, str]) -> None:
-    """Raise TopologyError for one of several processes of MPI. PMI's variables are also set for every task of srun, which
-    `slurm.find` checks."""
+def _refuse_other_starters(environment: Mapping[str, str]) -> None:
+    """Raise TopologyError if torchrun or MPI started this process as one of several.
+
+    PMI's variables are also set for every task of srun, which `slurm.find` checks.
+    """
+    found = {"torchrun, `accelerate launch` or a similar launcher": ["TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"]}
     for starter in STARTERS:
-        size = environment.get(starter.world_size, "1")
-        if size == "1" or starter.name == "srun" or (starter.world_size == "PMI_SIZE" and is_in_step(environment)):
-            continue
-        program = starter.name.split()[0]
-        raise TopologyError(
-            f"{starter.name} started {size} processes ({starter.world_size}={size}), and each would launch the whole run. "
-            f"Start `samerun launch` once, without {program}, or let {program} start `python -m app.train` itself"
-        )
+        is_srun = starter.name == "srun" or (starter.world_size == "PMI_SIZE" and is_in_step(environment))
+        if not is_srun and environment.get(starter.world_size) != "1":
+            found[starter.name] = [starter.world_size]
+    for name, variables in found.items():
+        if names := [variable for variable in variables if variable in environment]:
+            raise TopologyError(
+                f"the environment has {said(environment, *names)}: {name} started this process as one of several, and each "
+                "would launch the whole run. Start `samerun launch` once, or let MPI start `python -m app.train` itself; unset "
+                f"{', '.join(names)} if they are left over"
+            )

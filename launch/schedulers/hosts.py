@@ -1,4 +1,4 @@
-"""A job that is a list of hosts: its `Topology`, for a list from PBS or from the user's variable.
+"""A job that is a list of hosts: its `Topology`, for a list from PBS or from the user's variable; the devices of this host.
 
 `launch/start/spread.py` starts a command on each host of such a list and identifies the host by the variables below, because
 PBS gives a remote host little information about the job, and a plain host has none.
@@ -6,17 +6,18 @@ PBS gives a remote host little information about the job, and a plain host has n
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from app.environment.topology import Topology, listed
 from app.environment.variables import number, with_suffix
 from app.errors import TopologyError
 from launch.run_module import program
 from launch.schedulers.job import Allocation
-from launch.schedulers.local import count_accelerators
 
 HOSTS = "SAMERUN_HOSTS"
 """Variable: names of the hosts, `node1,node2`, the head first. Given by the user, the others are reached by ssh."""
@@ -36,8 +37,6 @@ STARTERS: Mapping[str, tuple[str, ...]] = {
 }
 """Words that, put before a command, run it on a host. `mpiexec` is Cray PALS's, MPICH's and Intel MPI's. pbsdsh is missing
 because it always ends with exit code 0; pbs_tmrsh ends with the command's."""
-WITH_INPUT = frozenset({"ssh"})
-"""Starters whose input reaches the host. With pbs_tmrsh it is empty there; with mpiexec it depends on the implementation."""
 
 
 def find(
@@ -80,6 +79,22 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
     if job.threads_per_process is not None:
         start.append(f"{THREADS}={job.threads_per_process}")
     return Allocation(scheduler=scheduler, topology=job, start=tuple(start), start_origin="this host is one of several")
+
+
+def count_accelerators(environment: Mapping[str, str], *, device_folder: Path = Path("/dev")) -> tuple[int, str]:
+    """Return the number of visible NVIDIA devices and where it was read: CUDA_VISIBLE_DEVICES, else the device files.
+
+    Not by torch, which takes a second to import and is not there on a login node. The list is read as CUDA does: it ends at the
+    first entry that names no device (-1 is the usual way to say none), and an entry given twice makes it empty. Reference:
+    `torch.cuda._parse_visible_devices`.
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        files = [path for path in device_folder.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
+        return len(files), f"{device_folder}/nvidia*"
+    named = itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, (entry.strip() for entry in listed.split(",")))
+    devices = list(named)
+    return len(devices) if len(set(devices)) == len(devices) else 0, f"CUDA_VISIBLE_DEVICES={listed}"
 
 
 def with_threads(job: Topology, threads: int, origin: str) -> Topology:
@@ -131,10 +146,13 @@ def _even(counts: Mapping[str, int], origin: str) -> int:
         alike[count].append(host)
     if len(alike) == 1:
         return next(iter(alike))
-    seen = "; ".join(f"{count} on {listed(hosts, 3)}" for count, hosts in sorted(alike.items()))
-    least = max(min(counts.values()), 1)
-    choices = "--processes-per-node 1" if least == 1 else f"--processes-per-node 1 to {least}"
-    raise TopologyError(
-        f"the hosts differ: {seen} ({origin}). `accelerate launch` starts the same number of processes on "
-        f"every host: give {choices} ({least * len(counts)} processes in total), or request equal hosts"
+    counted = "; ".join(f"{count} on {listed(hosts, 3)}" for count, hosts in sorted(alike.items()))
+    raise uneven(f"{counted} ({origin})", min(counts.values()))
+
+
+def uneven(counted: str, least: int) -> TopologyError:
+    """Return the refusal of hosts that do not have the same number, at least `least`."""
+    return TopologyError(
+        f"the hosts differ: {counted}. `accelerate launch` starts the same number of processes on every host: give "
+        f"--processes-per-node {'1' if least <= 1 else f'1 to {least}'}, or request equal hosts"
     )

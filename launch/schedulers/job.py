@@ -50,20 +50,11 @@ class Times:
         )
         return cls(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin=END_TIME)
 
-    def told(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def added_to(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the ranks, with these times in place of those that another job may have set."""
         moments = {SUBMIT_TIME: self.submitted_s, START_TIME: self.started_s, END_TIME: self.ends_s}
         known = {name: f"{moment:.0f}" for name, moment in moments.items() if moment is not None}
         return {name: value for name, value in environment.items() if name not in moments} | known
-
-
-@dataclass(frozen=True)
-class Requeued:
-    """A job that will be run again."""
-
-    sentence: str
-    exit_code: int = 0
-    """Exit code for the present job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +67,9 @@ class Job:
     """Finds the times; it may start a program of the scheduler."""
     requeues: int = 0
     """How often the job was requeued."""
-    requeue: Callable[[Collection[int]], Requeued] | None = None
-    """Requeues the job, given the signals that this process received. Raises NotDoneError. None: the scheduler would not run
-    this process again, as in a shell of salloc or a task of srun."""
+    requeue: Callable[[Collection[int]], str] | None = None
+    """Requeues the job, given the signals that this process received, and returns a sentence on it. Raises NotDoneError. None:
+    the scheduler would not run this process again, as in a shell of salloc or a task of srun."""
 
 
 @dataclass(frozen=True, kw_only=True)

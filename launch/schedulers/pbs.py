@@ -31,9 +31,8 @@ from typing import Any
 from app.environment.variables import number, port_of_job
 from app.errors import TopologyError
 from launch.schedulers import hosts
-from launch.schedulers.hosts import NODE_RANK
-from launch.schedulers.job import Allocation, Job, NotDoneError, Requeued, Times, ask
-from launch.schedulers.local import count_accelerators
+from launch.schedulers.hosts import NODE_RANK, count_accelerators
+from launch.schedulers.job import Allocation, Job, NotDoneError, Times, ask
 
 
 def find(
@@ -98,22 +97,17 @@ def qstat(job_id: str) -> str | None:
 
 def count_hosts(environment: Mapping[str, str], *, read: Callable[[str], str]) -> dict[str, int]:
     """Return the number of lines in $PBS_NODEFILE for each host, in their order. Raises TopologyError if there is no line."""
-    job = f"PBS_JOBID is {environment.get('PBS_JOBID')}"
-    path = environment.get("PBS_NODEFILE")
-    if path is None:
-        raise TopologyError(
-            f"{job}, but PBS_NODEFILE is not set: start the run from the batch script (launch/multinode.pbs), or unset "
-            "PBS_JOBID to run on this machine alone"
-        )
-    try:
-        counts = Counter(read(path).split())
-    except OSError as error:
-        raise TopologyError(
-            f"{job}, but PBS_NODEFILE, {path}, cannot be read ({error.strerror}): if these variables are left over from "
-            "another job, unset PBS_JOBID; else start the run from the batch script"
-        ) from error
+    path, why, counts = environment.get("PBS_NODEFILE", ""), "is not set", Counter[str]()
+    if path:
+        try:
+            counts, why = Counter(read(path).split()), f"{path} is empty"
+        except OSError as error:
+            why = f"{path} cannot be read: {error.strerror}"
     if not counts:
-        raise TopologyError(f"{job}, but PBS_NODEFILE, {path}, is empty: a job has at least one host")
+        raise TopologyError(
+            f"PBS_JOBID is {environment['PBS_JOBID']}, but PBS_NODEFILE {why}: start the run from the batch script "
+            "(launch/multinode.pbs); if these variables are left over from another job, unset PBS_JOBID"
+        )
     return dict(counts)
 
 
@@ -158,8 +152,10 @@ def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
             for name in ("ctime", "stime")
         )
         walltime = attributes.get("Resource_List", {}).get("walltime")
-        limit_s = None if walltime is None else _seconds(str(walltime))
-        ends_s = None if started_s is None or limit_s is None else started_s + limit_s
+        limit_s = 0
+        for part in str(walltime or 0).split(":"):  # `01:30:00`, `30:00` or `5400`
+            limit_s = limit_s * 60 + int(part)
+        ends_s = started_s + limit_s if started_s and limit_s else None
         gpus: dict[str, int] = {}
         # `(node1:ncpus=2:ngpus=2)+(node2[0]:ncpus=2:ngpus=1+node2[1]:ngpus=1)`: brackets number a node's parts.
         for name, resources in re.findall(r"([^()+:]+)([^()+]*)", attributes.get("exec_vnode", "")):
@@ -171,14 +167,6 @@ def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
             "the job or as its owner, while the job exists"
         ) from error
     return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="stime, walltime of qstat -f"), gpus
-
-
-def _seconds(walltime: str) -> int:
-    """Return the seconds of a time such as `01:30:00`, `30:00` or `5400`."""
-    seconds = 0
-    for part in walltime.split(":"):
-        seconds = seconds * 60 + int(part)
-    return seconds
 
 
 FIRST_JOB = "SAMERUN_FIRST_JOB"
@@ -229,7 +217,7 @@ def _resubmit(
     describe_job: Callable[[str], str | None],
     qsub: Callable[..., str],
     signals: Collection[int],
-) -> Requeued:
+) -> str:
     job_id = environment["PBS_JOBID"]
     ends_s = _times(job_id, describe_job).ends_s
     if signal.SIGTERM in signals and (ends_s is None or time.time() < ends_s):
@@ -243,7 +231,7 @@ def _resubmit(
     except (ValueError, KeyError, TypeError) as error:
         raise NotDoneError(f"`qstat -f -F json {job_id}` does not describe the job ({error!r})") from error
     variables = {REQUEUES: str(requeues), FIRST_JOB: environment.get(FIRST_JOB, job_id.partition(".")[0])}
-    return Requeued(f"PBS job {qsub(command, **variables).strip()} continues it")
+    return f"PBS job {qsub(command, **variables).strip()} continues it"
 
 
 def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int) -> list[str]:

@@ -21,14 +21,15 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 from app.environment.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step, is_shell
 from app.environment.topology import Topology
 from app.environment.variables import HOST_SUFFIX, number, port_of_job, short, with_suffix
 from app.errors import TopologyError
-from launch.schedulers.job import Allocation, Job, NotDoneError, Requeued, Times, ask
-from launch.schedulers.local import count_accelerators
+from launch.schedulers.hosts import count_accelerators, uneven
+from launch.schedulers.job import Allocation, Job, NotDoneError, Times, ask
 
 _HOLD_S = 15
 """Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take
@@ -79,35 +80,21 @@ def find(
     }
     values = {name: value for name, (value, _) in found.items()}
     topology = Topology(**values, origins={name: origin for name, (_, origin) in found.items()}).on_first(nodes)
-    node = environment.get(JOB.node)
-    if slurm.in_task and node in hosts and (node == hosts[0]) != (topology.node_rank == 0):
-        raise TopologyError(
-            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the "
-            "first of the list, but the others would look for it there. Do not use --distribution=arbitrary "
-            "and SLURM_HOSTFILE"
-        )
-    start, start_origin = (
-        ((), "") if slurm.in_task else _srun(slurm, topology.num_nodes, min(gpus[0], topology.processes_per_node))
-    )
-    return Allocation(
-        scheduler=f"Slurm job {slurm.number(JOB.job_id)}",
-        topology=topology,
-        start=start,
-        start_origin=start_origin,
-        is_task=slurm.in_task,
-    )
+    job = Allocation(scheduler=f"Slurm job {slurm.number(JOB.job_id)}", topology=topology, is_task=slurm.in_task)
+    if slurm.in_task:
+        return job
+    start, start_origin = _srun(slurm, topology.num_nodes, min(gpus[0], topology.processes_per_node))
+    return replace(job, start=start, start_origin=start_origin)
 
 
 def _check(slurm: Slurm, hostname: str, has_srun: bool) -> None:
-    environment = slurm.environment
-    job = slurm.said(JOB.job_id)
-    node = environment.get(JOB.node, "")
+    job, node = slurm.said(JOB.job_id), slurm.environment.get(JOB.node, "")
     if not has_srun and (not slurm.in_task or short(node) != short(hostname)):
-        there = f"{slurm.said(JOB.node)}, but this machine is {hostname}" if node else f"this machine is {hostname}"
         raise TopologyError(
-            f"{job} is set, {there} and has no srun: the variables are left over from a job, or were copied. {UNSET}"
+            f"{slurm.said(JOB.job_id, JOB.node)}, but this machine is {hostname} and has no srun: the variables are left over "
+            f"from a job, or were copied. {UNSET}"
         )
-    if environment.get(JOB.het_size, "1") != "1":
+    if slurm.environment.get(JOB.het_size, "1") != "1":
         raise TopologyError(
             f"{job} is a heterogeneous job ({slurm.said(JOB.het_size)}): a run needs the same number of "
             "processes on every node. Request one kind of node, with sbatch --nodes=N"
@@ -133,20 +120,20 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, scontrol: Sc
         least = slurm.gpus(JOB.gpus_per_task) * slurm.least(JOB.tasks_per_node)
         origin = slurm.said(JOB.gpus_per_task, JOB.tasks_per_node)
         if len(set(slurm.counts(JOB.tasks_per_node))) > 1 and asked is None:
-            _refuse_uneven(origin, num_nodes, even=least, least=least)
+            raise uneven(origin, least)
         return least, origin
     elif slurm.in_salloc:
-        return _gpus_in_description(slurm.number(JOB.job_id), num_nodes, asked, scontrol)
+        return _gpus_in_description(slurm.number(JOB.job_id), asked, scontrol)
     else:
         return 0, "no GPU in the allocation"
     total = slurm.gpus(JOB.gpus) if JOB.gpus in environment else gpus * num_nodes
     whole_job = slurm.number(slurm.names.num_nodes) == slurm.number(JOB.num_nodes)
     if gpus and whole_job and total != gpus * num_nodes and asked is None:
-        _refuse_uneven(f"{slurm.said(JOB.gpus)}, and {origin} here", num_nodes, even=total // num_nodes, least=1)
+        raise uneven(f"{slurm.said(JOB.gpus)}, and {origin} here", 1)
     return gpus, origin
 
 
-def _gpus_in_description(job_id: int, num_nodes: int, asked: int | None, scontrol: Scontrol) -> tuple[int, str]:
+def _gpus_in_description(job_id: int, asked: int | None, scontrol: Scontrol) -> tuple[int, str]:
     """Return the GPUs of each node and their origin: `scontrol show --details job`.
 
     Its lines are such as `Nodes=node1 ... GRES=gpu:a100:4(IDX:0-3)`.
@@ -158,19 +145,8 @@ def _gpus_in_description(job_id: int, num_nodes: int, asked: int | None, scontro
     lines = re.findall(r"^\s*Nodes=\S+ .*\bGRES=(.*)$", text, flags=re.MULTILINE)
     counts = {sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", line)) for line in lines} or {0}
     if len(counts) > 1 and asked is None:
-        seen = f"scontrol show job: {', '.join(map(str, sorted(counts)))}"
-        _refuse_uneven(seen, num_nodes, even=min(counts), least=min(counts))
+        raise uneven(f"scontrol show job: {', '.join(map(str, sorted(counts)))}", min(counts))
     return min(counts), "scontrol show job"
-
-
-def _refuse_uneven(origin: str, num_nodes: int, *, even: int, least: int) -> NoReturn:
-    """Raise TopologyError; `even` GPUs per node can be requested instead, and every node has at least `least`."""
-    upto = "1" if least <= 1 else f"1 to {least}"
-    raise TopologyError(
-        f"the {num_nodes} nodes have different numbers of GPUs ({origin}), but Accelerate starts the same "
-        f"number of processes on every node: request --gpus-per-node={max(even, 1)}, or leave GPUs idle with "
-        f"`samerun launch --processes-per-node {upto}`"
-    )
 
 
 def _processes(slurm: Slurm, asked: int | None, gpus: int, gpus_origin: str) -> tuple[int, str]:
@@ -240,68 +216,50 @@ def find_job(environment: Mapping[str, str], *, scontrol: Scontrol = run_scontro
     """
     if JOB.job_id not in environment:
         return None
+    job_id = environment[JOB.job_id]
     in_shell = is_shell(environment)
     in_step = is_in_step(environment) and not in_shell
     in_script = not in_step and not in_shell and JOB.node in environment  # the shell of salloc is on no node
-    # The tasks do not all ask: what started them has asked.
-    description = _Description(environment[JOB.job_id], None if in_step else scontrol)
-    job_id, requeues = _job_id(environment, description), _requeues(environment, description)
-    return Job(
-        # Steps of one job that run at the same time are different runs.
-        name=f"{job_id}.{environment[JOB.step_id]}" if in_step else job_id,
-        times=functools.partial(_times, environment, description),
-        requeues=requeues,
-        requeue=functools.partial(_requeue, description, job_id, requeues, scontrol) if in_script else None,
-    )
 
-
-class _Description:
-    """Fields of a job that `scontrol show job` prints, times in Unix seconds."""
-
-    def __init__(self, number: str, scontrol: Scontrol | None) -> None:
-        self._number, self._scontrol = number, scontrol
-
-    def read(self) -> dict[str, str]:
-        """Return the present fields; of those with the same name the first. Raises NotDoneError."""
-        if self._scontrol is None:
-            raise NotDoneError("a task does not ask")
-        text = self._scontrol(["--oneliner", "show", "job", self._number])
-        # The number of an array, which is also its last task's, stands for all its tasks: a line for each. A task is found by
-        # its own number.
-        jobs = [dict(reversed(re.findall(r"(\w+)=(\S+)", line))) for line in text.splitlines()]
-        for fields in jobs:
-            if fields.get("JobId") == self._number:
-                return fields
-        raise NotDoneError(f"`scontrol show job {self._number}` does not show it")
-
-    @functools.cached_property
-    def at_start(self) -> tuple[dict[str, str], str]:
-        """The fields, read once, or none and the reason."""
+    @functools.cache
+    def at_start() -> tuple[dict[str, str], str]:
+        """Return the fields of the job, or none and the reason. The tasks do not ask: what started them has asked."""
         try:
-            return self.read(), ""
+            return ({}, "a task does not ask") if in_step else (_fields(job_id, scontrol), "")
         except NotDoneError as error:
             return {}, str(error)
 
+    name, requeues = job_id, 0
+    if JOB.array_job_id in environment:
+        inherited = {"ArrayJobId": environment[JOB.array_job_id], "ArrayTaskId": environment[JOB.array_task_id]}
+        fields = at_start()[0] or inherited
+        # Without them, a task of another array submitted this job, which inherited the variables.
+        name = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayJobId" in fields else job_id
+    if JOB.restarts in environment:
+        requeues = int(at_start()[0].get("Restarts", number(environment, JOB.restarts)))
+    return Job(
+        # Steps of one job that run at the same time are different runs.
+        name=f"{name}.{environment[JOB.step_id]}" if in_step else name,
+        times=lambda: _times(environment, *at_start()),
+        requeues=requeues,
+        requeue=functools.partial(_requeue, job_id, name, requeues, scontrol) if in_script else None,
+    )
 
-def _job_id(environment: Mapping[str, str], description: _Description) -> str:
-    if JOB.array_job_id not in environment:
-        return environment[JOB.job_id]
-    fields, _ = description.at_start
-    if not fields:
-        return f"{environment[JOB.array_job_id]}_{environment[JOB.array_task_id]}"
-    # Without them, a task of another array submitted this job, which inherited the variables.
-    return f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayJobId" in fields else environment[JOB.job_id]
+
+def _fields(job_id: str, scontrol: Scontrol) -> dict[str, str]:
+    """Return the fields that `scontrol show job` prints, times in Unix seconds; of those with the same name the first.
+
+    The number of an array, which is also its last task's, stands for all its tasks: a line for each. A task is found by its own
+    number. Raises NotDoneError.
+    """
+    for line in scontrol(["--oneliner", "show", "job", job_id]).splitlines():
+        fields = dict(reversed(re.findall(r"(\w+)=(\S+)", line)))
+        if fields.get("JobId") == job_id:
+            return fields
+    raise NotDoneError(f"`scontrol show job {job_id}` does not show it")
 
 
-def _requeues(environment: Mapping[str, str], description: _Description) -> int:
-    if JOB.restarts not in environment:
-        return 0
-    restarts = description.at_start[0].get("Restarts")
-    return number(environment, JOB.restarts) if restarts is None else int(restarts)
-
-
-def _times(environment: Mapping[str, str], description: _Description) -> Times:
-    fields, why_not = description.at_start
+def _times(environment: Mapping[str, str], fields: Mapping[str, str], why_not: str) -> Times:
     if fields:
         submitted_s, started_s, ends_s = (_moment(fields.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
         return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="scontrol show job")
@@ -314,21 +272,21 @@ def _moment(text: str) -> float | None:
     return float(text) if text.isdecimal() else None  # `Unknown`, or nothing
 
 
-def _requeue(description: _Description, job_id: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
+def _requeue(job_id: str, name: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> str:
     """Put the job back into the queue, unless that has been done, or it was cancelled."""
-    fields = description.read()
-    again = f"Slurm requeues job {job_id}"
+    fields = _fields(job_id, scontrol)
+    again = f"Slurm requeues job {name}"
     if int(fields.get("Restarts", "0")) > requeues:
-        again = f"job {job_id} has already been requeued by Slurm"
+        again = f"job {name} has already been requeued by Slurm"
     elif fields.get("JobState") == "RUNNING" or _is_at_its_limit(fields):
-        scontrol(["requeue", job_id])
+        scontrol(["requeue", name])
     else:
-        raise NotDoneError(f"Slurm was ending job {job_id}, for example after scancel")
+        raise NotDoneError(f"Slurm was ending job {name}, for example after scancel")
     try:
-        scontrol(["update", f"JobId={job_id}", f"StartTime=now+{_HOLD_S}"])
+        scontrol(["update", f"JobId={name}", f"StartTime=now+{_HOLD_S}"])
     except NotDoneError as error:
-        return Requeued(f"{again}, 2 minutes from now at the earliest ({error})")
-    return Requeued(again)
+        return f"{again}, 2 minutes from now at the earliest ({error})"
+    return again
 
 
 def _is_at_its_limit(fields: Mapping[str, str]) -> bool:

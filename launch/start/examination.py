@@ -20,27 +20,25 @@ from pathlib import Path
 from app.environment.topology import Topology
 from app.errors import TopologyError
 from app.options import Parser, above_zero
-from launch import one_process
-from launch.node_command import accelerate_argv
+from launch.node_command import accelerate_argv, one_process_argv
 from launch.run_module import program
-from launch.schedulers import detect, local
+from launch.schedulers import detect
 from launch.start import supervise
-from launch.start.launch import default_preset, divide_total
 from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
+from launch.start.resolved import add_processes, default_preset, set_processes, with_port
 
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
     options = _parser().parse_all(argv)
-    divide_total(options, environment)
+    set_processes(options, environment)
     allocation = detect.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
-    topology = allocation.topology if allocation else local.find(environment, processes=options.processes)
-    if options.port is not None:
-        topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
+    topology = allocation.topology if allocation else detect.this_machine(environment, processes=options.processes)
+    topology = with_port(topology, options.port)
     if allocation and allocation.start:
-        told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
+        added = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
         start = [word for word in allocation.start if word != "--label"]
-        command = [*start, *program("launch.cli"), "doctor", *told, *argv]
+        command = [*start, *program("launch.cli"), "doctor", *added, *argv]
         say(shlex.join(command))
         os.execvpe(command[0], command, {**environment, **new_token()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
@@ -72,11 +70,10 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         chosen = default_preset(topology, environment)
         # Without names of hosts no line begins with one: labels would spoil the tables.
         topology, module = replace(topology, hosts=()), "app.checks.doctor"
-        alone = one_process.argv(topology, chosen, arguments, environment, module=module)
+        alone = one_process_argv(topology, chosen, arguments, environment, module=module)
         command = alone or accelerate_argv(topology, chosen, arguments, module=module)
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
-        told = {**without_token(environment), "TMPDIR": folder}
-        ended = supervise.run(command, told, pass_on=supervise.to_ranks, watched=False).exit_code
+        ended = supervise.run(command, {**without_token(environment), "TMPDIR": folder}, watched=False).exit_code
         # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 1 if ended else int(exit_code_file.read_text())
@@ -88,10 +85,7 @@ def _parser() -> Parser:
         description="Check this machine, or all nodes of the current Slurm or PBS job: connections between nodes, devices and "
         "their arithmetic, versions, and the bandwidth of all-reduce. The exit code is 0 only if nothing is wrong.",
     )
-    parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
-    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
-        "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
-    parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id)")
+    add_processes(parser)
     parser.add_argument("--run-dir", default="runs", help="for `srun samerun doctor`: folder that all nodes can read, in which "
         "they find their token (default: runs)")  # fmt: skip
     parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; "

@@ -1,21 +1,33 @@
-"""All that `samerun launch` found out about where it is and what it runs, and the commands that follow from it."""
+"""What the arguments of `samerun launch` come to on this machine or in this job: detected, checked as far as possible without
+torch, and the commands that follow from it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.environment.degrees import Degrees
-from app.environment.topology import Topology
+from app.environment.launched import end_time_s
+from app.environment.topology import Topology, listed
+from app.errors import PresetError, TopologyError
+from app.options import Parser, not_negative, positive
+from app.options import parser as training_parser
+from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
-from launch import one_process, parallelism
-from launch.node_command import accelerate_argv
-from launch.preset import Preset
+from app.recipe.recipe_file import load as load_recipe
+from launch import preset
+from launch.node_command import accelerate_argv, one_process_argv
+from launch.preset import PRECISIONS, Preset, requested_sizes
 from launch.run_module import program
+from launch.schedulers import detect
+from launch.schedulers.hosts import count_accelerators
 from launch.schedulers.job import ATTEMPT, Allocation, Job, Times
+from launch.start import run_checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +39,16 @@ class Resolved:
     topology: Topology
     preset: Preset
     preset_origin: str
-    recipe: str
-    recipe_origin: str
     loaded: LoadedRecipe
     run_dir: str | None
-    run_dir_origin: str
     plan: BatchPlan
     degrees: Degrees
-    """By how much the model is divided."""
+    """How many ranks split the model."""
     options: argparse.Namespace
     argv: list[str]
     """As it was typed."""
     passed_on: list[str]
-    """What of it is app.train's."""
+    """The words that are app.train's."""
 
     @property
     def is_task(self) -> bool:
@@ -57,61 +66,256 @@ class Resolved:
         return self.topology.node_rank == 0 and "--print-recipe" not in self.passed_on
 
     def accelerate_argv(self, node_rank: int | None = None, *, again: bool = False) -> list[str]:
-        """Return the `accelerate launch` of this node, or of another; `again`: to go on with the run."""
+        """Return the `accelerate launch` of this node, or of another; `again`: to resume the run."""
         return accelerate_argv(
             self.topology,
             self.preset,
             self._app_args(again=again),
             mixed_precision=self.options.mixed_precision,
             node_rank=node_rank,
-            sizes=parallelism.asked_by(self.options),
+            sizes=requested_sizes(self.options),
         )
 
-    def alone(self, environment: Mapping[str, str], *, again: bool = False) -> list[str] | None:
-        """Return what starts the one process of this run without its `accelerate launch`, if that is known."""
-        if self.is_started_elsewhere or parallelism.asked_by(self.options):
-            return None
-        precision = self.options.mixed_precision
-        app_args = self._app_args(again=again)
-        return one_process.argv(self.topology, self.preset, app_args, environment, mixed_precision=precision)
+    def local_argv(self, environment: Mapping[str, str], *, again: bool = False) -> list[str]:
+        """Return what runs the processes of this node: an `accelerate launch`, or one process without it, if that is known."""
+        precision, alone = self.options.mixed_precision, None
+        if not requested_sizes(self.options):
+            app_args = self._app_args(again=again)
+            alone = one_process_argv(self.topology, self.preset, app_args, environment, mixed_precision=precision)
+        return alone or self.accelerate_argv(again=again)
 
     def _app_args(self, *, again: bool) -> list[str]:
-        app_args = ["--recipe", self.recipe]
+        app_args = ["--recipe", self.options.recipe]
         app_args += ["--run-dir", self.run_dir] if self.run_dir else []
         resume = self.resume(again=again)
         app_args += ["--resume", resume] if resume else []
         return [*app_args, *self.passed_on]
 
     def command(self, *, again: bool = False) -> list[str]:
-        """Return what this process starts, or what `alone` stands for; `again`: to go on with the run."""
+        """Return the command of a whole run, here or on all nodes; `again`: to resume the run."""
         return self.start(again=again) if self.is_started_elsewhere else self.accelerate_argv(again=again)
 
     def start(self, *, again: bool = False) -> list[str]:
-        """Return what starts `samerun launch` on every node; each is told what it would not find by itself."""
+        """Return what starts `samerun launch` on every node, with the options that it would not find by itself."""
         assert self.allocation is not None
-        told = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
-        told += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
+        added = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
+        added += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
         resume = self.resume(again=again)
         words = list(self.argv)
-        if resume and self.options.resume not in (None, resume):  # in the place of what was said for the first start
+        if resume and self.options.resume not in (None, resume):  # in place of the option for the first start
             at = next(index for index, word in enumerate(words) if word.partition("=")[0] == "--resume")
             words[at : at + (1 if "=" in words[at] else 2)] = ["--resume", resume]
-        return [*self.allocation.start, *program("launch.cli"), "launch", *told, *words]
+        return [*self.allocation.start, *program("launch.cli"), "launch", *added, *words]
 
     def resume(self, *, again: bool = False) -> str | None:
-        """Return the --resume of app.train. What the user said is for the first start only, as any other goes on with it."""
+        """Return the --resume of app.train. The user's option is for the first start only, as any other continues the run."""
         if self.run_dir is None or self.options.resume is None:
             return self.options.resume or ("auto" if self.run_dir else None)
         again = again or (self.job is not None and self.job.requeues > 0)
         return "auto" if again and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
 
     def with_threads(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment with what torchrun would set under DeepSpeed, and say in six lines."""
+        """Return the environment with what torchrun would set under DeepSpeed, and announce in six lines."""
         is_torchruns = self.preset.strategy == "deepspeed" and self.topology.processes_per_node > 1
         return {**({"OMP_NUM_THREADS": "1"} if is_torchruns and not self.is_started_elsewhere else {}), **environment}
 
     def times(self, environment: Mapping[str, str]) -> Times:
-        """Return those of the job. What the environment holds comes from what started this task, or elsewhere from the user."""
+        """Return the times of the job: those that what started this task, or elsewhere the user, has put into the environment,
+        or else the scheduler's."""
         if self.job is None or (self.is_task and ATTEMPT in environment):
             return Times.of(environment)
         return self.job.times()
+
+    def introduce(self, say: Callable[[str], None]) -> None:
+        """Report what is run, and where."""
+        say(f"preset {self.preset.name} ({self.preset_origin}), {self.topology.described('processes_per_node')}")
+        say(str(self.plan))
+        if self.allocation and self.allocation.start:
+            where = f"{self.allocation.scheduler} on {listed(self.topology.hosts)}"
+            say(f"{where}; {self.allocation.start_origin}, so {self.allocation.start[0]} starts it on each node")
+
+    def dry_run(self) -> Iterator[str]:
+        """Yield the lines of --dry-run: the command of this process and, across an allocation, of each node."""
+        yield shlex.join(self.command()) + "\n"
+        for node_rank, host in enumerate(self.topology.hosts if self.is_started_elsewhere else ()):
+            yield f"# node {node_rank}, {host}:\n{shlex.join(self.accelerate_argv(node_rank))}\n"
+
+    def origins(self, environment: Mapping[str, str]) -> Iterator[str]:
+        """Yield the values that were found, each with its origin."""
+        names = ("num_nodes", "processes_per_node", "node_rank", "head_address", "port", "threads_per_process")
+        yield from map(self.topology.described, names)
+        if self.run_dir:
+            yield f"run_dir is {self.run_dir} ({'--run-dir' if self.options.run_dir else 'recipe and job'})"
+        times = self.times(environment)
+        ends = "an unknown time" if times.ends_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(times.ends_s))
+        yield f"the allocation ends at {ends} ({times.origin})"
+
+
+def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
+    """Return what these arguments come to here. Raises SamerunError for what would end the run, as far as it can be known."""
+    options, passed_on, training = read(argv)
+    resolved = _resolve(options, passed_on, argv, environment, overrides=training.overrides)
+    if not resolved.is_task:  # or each node would look again
+        if not resolved.job:  # or the time is that of the job
+            end_time_s(environment)
+        inputs = resolved.loaded.recipe.inputs
+        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data
+            inputs = {key: path for key, path in inputs.items() if path is None or key.startswith("train.")}
+        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), inputs=inputs):
+            raise problem
+    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
+    return resolved
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
+    """Return the launcher's own options, the words that it passes on to app.train, and the options in those.
+
+    Raises UsageError for what is an option of neither.
+    """
+    parser = _parser()
+    options, passed_on = parser.parse_known_args(argv)
+    parser.refuse_empty(options)
+    return options, passed_on, training_parser("samerun launch").parse_all(passed_on, also=parser.options())
+
+
+def options() -> list[str]:
+    """Return the names of all options of `samerun launch` itself."""
+    return _parser().options()
+
+
+def _resolve(
+    options: argparse.Namespace,
+    passed_on: list[str],
+    argv: list[str],
+    environment: Mapping[str, str],
+    *,
+    overrides: Sequence[str],
+) -> Resolved:
+    set_processes(options, environment, nodes=options.nodes)
+    counts = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
+    allocation = detect.find(environment, **counts)
+    job = detect.job(environment) if allocation else None
+    if allocation and allocation.is_task and options.max_restarts and ATTEMPT not in environment:
+        raise TopologyError(
+            f"--max-restarts is {options.max_restarts}, but a task started by srun cannot restart the other "
+            "nodes: leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
+        )
+    chosen, origin = preset.of_options(options), "--preset"
+    if not options.preset:
+        origin = "the preset for replicas or tensor parallelism; --preset overrides it"
+    if allocation:
+        topology = allocation.topology
+    elif chosen and options.processes is None and (chosen.is_single_process or chosen.num_processes):
+        processes = chosen.num_processes or 1
+        topology = detect.this_machine(environment, processes=processes, origin=f"preset {chosen.name}")
+    else:
+        topology = detect.this_machine(environment, processes=options.processes)
+    topology = with_port(topology, options.port)
+    if chosen is None:
+        chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset overrides it"
+    # What every process would refuse after its slow imports is refused now.
+    loaded = load_recipe(options.recipe, overrides)
+    if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
+        raise PresetError(refusal)
+    degrees = chosen.degrees(topology, preset.requested_sizes(options))
+    # The run folder is the same for every start that is to continue.
+    run_dir = options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None)
+    return Resolved(
+        allocation=allocation,
+        job=job,
+        topology=topology,
+        preset=chosen,
+        preset_origin=origin,
+        loaded=loaded,
+        run_dir=run_dir,
+        plan=BatchPlan.of(
+            loaded.recipe, topology.world_size // degrees.tensor_parallel, tensor_parallel=degrees.tensor_parallel
+        ),
+        degrees=degrees,
+        options=options,
+        argv=argv,
+        passed_on=passed_on,
+    )
+
+
+def set_processes(options: argparse.Namespace, environment: Mapping[str, str], *, nodes: int | None = None) -> None:
+    """Take --num_processes, Accelerate's number of all processes, as the number on this machine or on each node."""
+    if options.num_processes is None:
+        return
+    allocation = detect.find(environment, nodes=nodes)
+    by_hand = options.processes if options.processes_per_node is None else options.processes_per_node
+    each = detect.processes_per_node(options.num_processes, allocation.topology.num_nodes if allocation else 1, by_hand)
+    if by_hand is None:
+        options.processes, options.processes_per_node = (None, each) if allocation else (each, None)
+
+
+def with_port(topology: Topology, port: int | None) -> Topology:
+    """Return the topology with the port of --port, if it is given."""
+    return topology if port is None else replace(topology, port=port, origins={**topology.origins, "port": "--port"})
+
+
+def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset:
+    """Return the preset for these processes where the user names none."""
+    if topology.num_nodes > 1:
+        return preset.load("multi_node")
+    if topology.world_size > 1:
+        return preset.load("multi_gpu")
+    # Nodes may have accelerators that this machine has not; single_gpu runs on the CPU where there is none.
+    has_accelerator = bool(topology.hosts) or count_accelerators(environment)[0] > 0
+    return preset.load("single_gpu" if has_accelerator else "cpu")
+
+
+def add_run_options(parser: Parser) -> None:
+    """Add the options that `samerun launch` and `samerun submit` have."""
+    parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
+                        "for several nodes, multi_gpu for several processes on one, else single_gpu, or cpu where there is "
+                        "no accelerator)")  # fmt: skip
+    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    parser.add_argument("--run-dir", help="folder that the run writes to, or of an array, the folder of its run folders "
+        "(default: in a job runs/<recipe>-<job>, else runs/<recipe>-<time>)")  # fmt: skip
+    parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="restart the run up to N times "
+        "after a crash, within the same job: a killed process, a hang, a lost connection (default: 0)"
+                        )  # fmt: skip
+    parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="requeue the job up to N times "
+        "after its time limit or a preemption (default: 20)")  # fmt: skip
+    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighbouring processes "
+        "share each sample and split every large matrix (default: the preset's; in tensor_parallel all processes of a node)"
+                        )  # fmt: skip
+    parser.add_argument("--replicas", type=positive, metavar="N", help="hybrid sharding: N copies of the model, each sharded "
+        "over equally many processes (default: the preset's; in hsdp one per node)")  # fmt: skip
+
+
+def add_processes(parser: Parser) -> None:
+    """Add the options for the processes of this machine or of each node, and for the port."""
+    parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
+    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
+        "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
+    parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id; on "
+        "one node any free port)")  # fmt: skip
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="samerun launch",
+        usage="%(prog)s [options] [app.train options] [key=value ...]",
+        description="Train a recipe, on this machine or across all nodes of the current Slurm or PBS job: check it, print the "
+        "command that runs it, and run it.",
+        epilog="Other options and key=value are passed to app.train; `samerun train --help` lists them and all recipe keys. "
+        "Accelerate's spellings work too: --config_file, --num_processes (over all nodes), --num_machines, "
+        "--main_process_port, --mixed_precision, --parallelism_config_tp_size, --parallelism_config_dp_replicate_size.",
+    )
+    add_processes(parser)
+    parser.add_argument("--nodes", type=int, metavar="N", help="use only the first N nodes of the allocation (default: all)")
+    add_run_options(parser)
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="resume from a checkpoint. auto: from the newest in the "
+        "run folder, if there is one; PATH: a run folder or a checkpoint (default: auto, except where each start has a new "
+        "run folder)")  # fmt: skip
+    parser.add_argument(
+        "--mixed-precision",
+        choices=PRECISIONS,
+        help="overrides the preset's precision (no: fp32, the default of all shipped presets)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print every value with its origin and the "
+        "command of every node, and stop")  # fmt: skip
+    parser.take_accelerates_words()
+    return parser

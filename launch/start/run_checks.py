@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from app import options
 from app.errors import CheckpointError, DataError, RunFolderError, SamerunError, TrackerError
-
-_RECIPE = "recipe.yaml"
-"""What a run folder has from its start on."""
-
-
-_INIT_FROM = "train.init_from"
-
-
-def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence[str]) -> argparse.Namespace:
-    """Read what a command passes on to app.train, beside options of its own. Raises UsageError as app.train would."""
-    return options.parser(f"samerun {command}").parse_all(passed_on, also=its_options)
 
 
 def problems(
@@ -42,17 +32,17 @@ def problems(
     except TrackerError as error:
         yield error
     yield from map(RunFolderError, unwritable([Path(run_dir)] if run_dir else []))
-    holds_a_run = run_dir is not None and os.access(Path(run_dir, _RECIPE), os.F_OK)
+    holds_a_run = run_dir is not None and os.access(Path(run_dir, "recipe.yaml"), os.F_OK)
     if holds_a_run and resume != "auto":
         yield RunFolderError(
-            f"--run-dir is {run_dir}, which already contains a run (it has a {_RECIPE}): choose another, "
+            f"--run-dir is {run_dir}, which already contains a run (it has a recipe.yaml): choose another, "
             "resume it with --resume auto, or delete the folder"
         )
     if resume not in (None, "auto", "never") and not Path(resume).is_dir():
         what = "that is a file" if Path(resume).exists() else "no such folder"
         yield CheckpointError(f"--resume is {resume}: {what}; give auto, never, or the path of a run folder or of a checkpoint")
-    init_from = inputs.get(_INIT_FROM)
-    yield from map(DataError, missing({key: path for key, path in inputs.items() if key != _INIT_FROM}))
+    init_from = inputs.get("train.init_from")
+    yield from map(DataError, missing({key: path for key, path in inputs.items() if key != "train.init_from"}))
     # A run that goes on does not read the weights that it began with, which may be gone since.
     if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):
         which = "give a file of weights, a run folder or a checkpoint, or torchvision:NAME"
@@ -74,19 +64,9 @@ def unwritable(folders: Sequence[Path]) -> Iterator[str]:
         next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
     }
     for nearest, folder in above.items():
-        if not _is_text(folder):
+        if re.search("[\udc80-\udcff]", str(folder.absolute())):
             yield f"--run-dir is {os.fsencode(folder)!r}, in {os.fsencode(Path.cwd())!r}, which is not UTF-8: choose another"
-        elif nearest == folder and not folder.is_dir():
-            yield f"{folder} is a file: choose another --run-dir"
         elif not nearest.is_dir():
             yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        str(path.absolute()).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -6,8 +6,8 @@ Slurm 22.05.
 
 The error of the process that failed first is printed again, last, and its exit code becomes the run's.
 
-A signal means that the run is to save and stop, which takes its time, and what starts it would not leave it that time:
-`to_ranks` knows the way past it.
+A signal means that the run is to save and stop, which takes its time, and what starts it would not leave it that time: so
+`pass_on` sends it past that.
 """
 
 from __future__ import annotations
@@ -31,41 +31,27 @@ from typing import IO
 
 from app.environment import host
 from app.environment.variables import LAUNCHER
-from app.errors import SamerunError, printable
+from app.errors import printable
 from app.runs import failure
 from app.runs.failure import ProcessFailure
 from launch.run_module import ACCELERATE, as_shells_say
 
-ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Those that are passed on."""
-
-PassOn = Callable[[int, int], None]
-"""Passes a signal on: takes the id of the process that was started, and the signal."""
-
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are passed on."""
 _PR_SET_PDEATHSIG = 1
 
 
-def to_itself(pid: int, number: int) -> None:
-    """Send it to what was started, which sees to the rest (`spread.py`)."""
-    os.kill(pid, number)
+def pass_on(command: Sequence[str], pid: int, number: int) -> None:
+    """Send a signal to what has to save for it: the processes that train, or what passes it on to them.
 
-
-def to_srun(pid: int, number: int) -> None:
-    """Send srun what it forwards to its tasks, in place of what it would end them for.
-
-    A batch script gets SIGTERM from Slurm together with the tasks: these are told twice to stop then, which means the same.
+    srun gets what it forwards to its tasks, in place of what it would end them for. A batch script gets SIGTERM from Slurm
+    together with the tasks, which then receive the request to stop twice. An `accelerate launch` that has no processes yet gets
+    it itself.
     """
-    os.kill(pid, signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) else number)
-
-
-def to_rank(pid: int, number: int) -> None:
-    """Send it to the one process that trains, which was started without an `accelerate launch`."""
-    os.kill(pid, number)
-
-
-def to_ranks(pid: int, number: int) -> None:
-    """Send it to the processes that an `accelerate launch` has started, or to itself if there are none yet."""
-    for process in _ranks(pid) or [pid]:
+    if command[0] == "srun" and number in (signal.SIGTERM, signal.SIGHUP):
+        number = signal.SIGUSR1
+    ranks = _ranks(pid) if ACCELERATE in command else []
+    for process in ranks or [pid]:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
@@ -85,7 +71,7 @@ def _ranks(launcher: int) -> list[int]:
 
 
 def end_with_parent() -> None:
-    """Have this process told SIGTERM when its parent ends: for srun, which then ends its step. Linux only; prctl(2)."""
+    """Have this process get SIGTERM when its parent ends: for srun, which then ends its step. Linux only; prctl(2)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -94,21 +80,22 @@ _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
 _NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
 
 
+@dataclass
 class StderrReports:
     """What a run's stderr reports of its nodes: lines of srun."""
 
-    def __init__(self) -> None:
-        self.last_line = ""
-        self.failed: ProcessFailure | None = None
-        """The node whose task failed first, or that is gone."""
-        self.lost_node: str | None = None
+    last_line: str = ""
+    failed: ProcessFailure | None = None
+    """The node that is lost, or else the one whose task failed first."""
+    is_lost: bool = False
+    """Whether Slurm has reported that node as lost."""
 
     def read(self, line: str) -> None:
         """Take in one line."""
         self.last_line = line
-        if lost := _NODE_FAILED.match(line):
-            self.lost_node = lost["host"]
-            self.failed = ProcessFailure(exit_code=1, host=self.lost_node, error="Slurm reports that the node has failed")
+        if not self.is_lost and (lost := _NODE_FAILED.match(line)):
+            self.failed = ProcessFailure(exit_code=1, host=lost["host"], error="Slurm reports that the node has failed")
+            self.is_lost = True
         elif self.failed is None and (ended := _TASK_ENDED.match(line)):
             self.failed = ProcessFailure(exit_code=int(ended["code"]), host=ended["host"])
 
@@ -121,14 +108,14 @@ def find(
     `received` are the signals that came to this process.
     """
     found = failure.first(errors)
-    if found is None or (found.is_consequence and reports.lost_node):
+    if found is None or (found.is_consequence and reports.is_lost):
         found = reports.failed or _by_exit_code(command, code, received)
         if found is not None:
             failure.record(errors, found)
     return found
 
 
-def lines(failed: ProcessFailure, reports: StderrReports) -> list[str]:
+def summary(failed: ProcessFailure, reports: StderrReports) -> list[str]:
     """Return what a user is shown last: which process failed and how, and its traceback or its sentence.
 
     Nothing if that is the last of stderr already.
@@ -139,12 +126,17 @@ def lines(failed: ProcessFailure, reports: StderrReports) -> list[str]:
     return [f"{failed}, and the run with it" + (":" if text else ""), *(f"[{failed.name}] {line}" for line in text)]
 
 
+def _is_one_process(command: Sequence[str]) -> bool:
+    """Return True for a process that trains without an `accelerate launch` (node_command.py)."""
+    return command[0] == "env" and ACCELERATE not in command
+
+
 def _by_exit_code(command: Sequence[str], code: int, received: Collection[int]) -> ProcessFailure | None:
     """Return the failure of the command, or of a process that it started, but for a signal that came to this process too."""
     number = -code if code < 0 else code - 128
     if number in received:
         return None
-    if command[0] == "env" and ACCELERATE not in command:  # one_process.py
+    if _is_one_process(command):
         return ProcessFailure(exit_code=code, rank=0)
     if number not in map(int, signal.Signals):
         return None
@@ -166,28 +158,23 @@ class Ending:
     exit_code: int
     """For this process to end with, as shells have it: 137 after SIGKILL."""
     signals: Collection[int]
-    """Those that this process got, and gets: they are still received after the end of the run."""
-    lost_node: str | None
-    """The node that is gone, if Slurm said so."""
-    lacks_memory: bool = False
+    """Signals that this process got, and gets: they are still received after the end of the run."""
+    lost_node: str | None = None
+    """The node that Slurm has reported as lost."""
+    is_out_of_memory: bool = False
     """Whether the kernel has ended a process of this job on this machine for lack of memory."""
-
-    @property
-    def is_error(self) -> bool:
-        """Whether an error of `app/errors.py` ended it."""
-        return self.exit_code in (error.exit_code for error in SamerunError.__subclasses__())
 
 
 class _Command:
     """A command that runs, and the signals that this process gets meanwhile."""
 
-    def __init__(self, pass_on: PassOn) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self.got: list[int] = []
-        self._pass_on, self._passed_on_s = pass_on, -math.inf
+        self._command, self._passed_on_s = command, -math.inf
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._started: subprocess.Popen[bytes] | None = None
         self._terminals = host.terminals()
-        for number in ALL:
+        for number in _SIGNALS:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # as after nohup
                 signal.signal(number, self._receive)
 
@@ -195,19 +182,17 @@ class _Command:
     def is_interrupted_twice(self) -> bool:
         return self.got.count(signal.SIGINT) > 1
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], *, watched: bool, output: IO[bytes] | None
-    ) -> subprocess.Popen[bytes]:
+    def start(self, environment: Mapping[str, str], *, watched: bool, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
         self._started = subprocess.Popen(
-            command,
+            self._command,
             env={**environment, LAUNCHER: self._mark},
             stdout=output,
             stderr=subprocess.PIPE if watched else output,
             start_new_session=True,
-            preexec_fn=end_with_parent if command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
+            preexec_fn=end_with_parent if self._command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
         )
         for early in self.got:  # while it was being started
-            self._pass_on(self._started.pid, early)
+            pass_on(self._command, self._started.pid, early)
         return self._started
 
     def end_all(self) -> None:
@@ -223,34 +208,33 @@ class _Command:
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
         if self._started is None or self._started.poll() is not None or is_echo:
             return
-        if self.is_interrupted_twice and self._pass_on in (to_ranks, to_rank):
+        if self.is_interrupted_twice and (ACCELERATE in self._command or _is_one_process(self._command)):
             self.end_all()
             return
         self._passed_on_s = time.monotonic()
-        self._pass_on(self._started.pid, number)
+        pass_on(self._command, self._started.pid, number)
         if self.got == [signal.SIGINT]:
             _tell("the run saves a checkpoint and stops; press Ctrl-C again to end it at once")
 
 
-def run(  # noqa: PLR0913  (keyword-only after the environment)
+def run(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    pass_on: PassOn,
     watched: bool,
     errors: Path | None = None,
     is_lost: Callable[[], bool] = lambda: False,
     output: IO[bytes] | None = None,
 ) -> Ending:
-    """Run the command to its end, with the signals that this process gets, passed on by `pass_on`.
+    """Run the command to its end, and pass the signals on that this process gets.
 
     If it fails, nothing that it started is left on this machine. Unless it is `watched`, its stderr is this process's own, a
-    terminal for instance, and less is known of its end. In `errors` its processes record how they fail. `is_lost` tells whether
-    the run is to end because nobody waits for it. `output` is the file for stdout and, unless it is `watched`, stderr; None:
-    this process's own.
+    terminal for instance, and less is known of its end. In `errors` its processes record how they fail. `is_lost` returns
+    True if the run is to end because no process waits for it. `output` is the file for stdout and, unless it is `watched`,
+    stderr; None: this process's own.
     """
-    running, kills = _Command(pass_on), host.kills()
-    started = running.start(command, environment, watched=watched, output=output)
+    running, kills = _Command(command), host.kills()
+    started = running.start(environment, watched=watched, output=output)
     reports = StderrReports()
     if started.stderr is not None:
         for line in _copied(started, started.stderr, sys.stderr.buffer):
@@ -267,14 +251,15 @@ def run(  # noqa: PLR0913  (keyword-only after the environment)
         running.end_all()
     if running.is_interrupted_twice and code:
         _tell("ended at once, without saving")
-        return Ending(exit_code=128 + signal.SIGINT, signals=running.got, lost_node=None)
+        return Ending(exit_code=128 + signal.SIGINT, signals=running.got)
     failed = find(errors, reports, command, code, running.got) if code else None
     if failed is not None:
-        if text := lines(failed, reports):
+        if text := summary(failed, reports):
             _tell(*map(printable, text))
         code = failed.exit_code
-    lacks_memory = code != 0 and host.kills() > kills
-    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=reports.lost_node, lacks_memory=lacks_memory)
+    lost_node = reports.failed.host if reports.failed and reports.is_lost else None
+    is_out_of_memory = code != 0 and host.kills() > kills
+    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=lost_node, is_out_of_memory=is_out_of_memory)
 
 
 def _tell(sentence: str, *more: str) -> None:

@@ -84,7 +84,7 @@ def test_a_job_inside_another_is_itself(name: str) -> None:
     nodes = allocation.topology.num_nodes
     assert (nodes, allocation.is_task, job.name, job.times().ends_s, job.requeue is not None) == expected
     if not allocation.is_task:
-        detect._refuse_mpi(kept)
+        detect._refuse_other_starters(kept)
         assert started_ranks.translate(kept) is None
 
 

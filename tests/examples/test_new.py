@@ -10,7 +10,7 @@ from installation import run_installed
 from processes import REPOSITORY, read, train
 
 from app.errors import UsageError
-from launch.new import new
+from launch.shipped import new
 
 WRITTEN = {"task.py", "recipe.yaml", "job.sh", "test_task.py", "README.md"}
 

@@ -17,8 +17,7 @@ import pytest
 from processes import ALONE, ONE_THREAD, REPOSITORY, Started, accelerate, clean_environment
 
 from app.environment.topology import Topology
-from launch import one_process
-from launch.node_command import accelerate_argv
+from launch.node_command import accelerate_argv, one_process_argv
 from launch.preset import load
 
 pytestmark = pytest.mark.multiproc
@@ -33,7 +32,7 @@ import os, sys
 from app.environment.launched import errors_folder
 from launch.start import supervise
 errors = errors_folder(os.environ)
-sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=supervise.to_ranks, watched=True, errors=errors).exit_code)
+sys.exit(supervise.run(sys.argv[1:], os.environ, watched=True, errors=errors).exit_code)
 """
 # A rank without torch, which takes seconds, and with a process that would outlive it.
 IDLE = """
@@ -141,7 +140,7 @@ def test_nothing_is_left_of_a_run_of_ours(
     processes = 2 if preset == "multi_gpu" else 1
     topology = Topology(processes_per_node=processes, threads_per_process=1)
     if preset == "alone":  # without an `accelerate launch`
-        command = one_process.argv(topology, load("cpu"), [], {}, module="idle")
+        command = one_process_argv(topology, load("cpu"), [], {}, module="idle")
         assert command is not None
     else:
         command = accelerate_argv(topology, load(preset), [], module="idle")

@@ -15,8 +15,8 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from processes import SCRIPTS, Started, accelerate, clean_environment
 
 from app.environment.topology import Topology
-from launch import one_process, preset
-from launch.node_command import accelerate_argv
+from launch import node_command, preset
+from launch.node_command import accelerate_argv, one_process_argv, one_process_variables
 
 MULTI = {"distributed_type": "MULTI_GPU"}
 ONE = {"distributed_type": "NO"}
@@ -34,16 +34,15 @@ PRESETS = {
     **{f"{kind}-{name}": {**base, **more}
        for kind, base in (("one", ONE), ("cpu", CPU), ("multi", MULTI))
        for name, more in {
-           "plain": {}, "bf16": {"mixed_precision": "bf16"}, "no_word": {"mixed_precision": None},
-           "backend": {"dynamo_backend": "EAGER"},
-           "not_compiled": {"dynamo_backend": "NO"}, "compiled": {"dynamo_config": COMPILED}, "spellings": SPELLINGS,
+           "bf16": {"mixed_precision": "bf16"}, "no_word": {"mixed_precision": None},
+           "compiled": {"dynamo_config": COMPILED}, "spellings": SPELLINGS,
            "both": {**SPELLINGS, "dynamo_backend": "INDUCTOR"}, "nothing": {"dynamo_config": {}},
            "regional": {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}},
            **({"whole": WHOLE} if kind != "cpu" else {}),
        }.items()},
 }  # fmt: skip
 INHERITED = [
-    {}, {"OMP_NUM_THREADS": "3"}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MPI_LOCALNRANKS": "64"}, {"KMP_BLOCKTIME": "7"},
+    {}, {"OMP_NUM_THREADS": "3"}, {"KMP_BLOCKTIME": "7"},
     {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_USE_CPU": "true"},
     {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
 ]  # fmt: skip
@@ -89,12 +88,12 @@ def test_its_environment_is_what_accelerate_gives(
     for topology in (Topology(), Topology(threads_per_process=5)):
         for precision in (None, "no", "bf16"):
             with monkeypatch.context():
-                ours = one_process.variables(topology, used, before, mixed_precision=precision)
+                ours = one_process_variables(topology, used, before, mixed_precision=precision)
                 theirs = accelerates(used, topology, precision)
                 os.environ.clear()
                 os.environ.update(before)
             assert ours is not None
-            of_torchrun = one_process._GROUP_OF_ONE.keys() | {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+            of_torchrun = node_command._GROUP_OF_ONE.keys() | {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
             both = [{name: value for name, value in each.items() if name not in of_torchrun | OF_THE_MEETING}
                     for each in ({**before, **ours}, theirs)]  # fmt: skip
             assert both[0] == both[1]
@@ -106,7 +105,7 @@ def test_a_process_finds_what_it_would_under_a_real_launcher(name: str, tmp_path
     script = (str(SCRIPTS / "environment.py"), str(tmp_path))
     found = []
     used = preset.load(name)
-    told = one_process.variables(Topology(), used, clean_environment())
+    told = one_process_variables(Topology(), used, clean_environment())
     assert told is not None
     one_alone = ["env", *(f"{key}={value}" for key, value in told.items()), sys.executable, *script]
     for command in (accelerate(name, target=script, processes=1), one_alone):
@@ -114,7 +113,7 @@ def test_a_process_finds_what_it_would_under_a_real_launcher(name: str, tmp_path
         found.append(json.loads((tmp_path / "0.json").read_text()))
     both = [{key: value for key, value in each.items() if key not in OF_THE_MEETING} for each in found]
     assert both[0] == both[1]
-    started = one_process.argv(Topology(), used, [], clean_environment())
+    started = one_process_argv(Topology(), used, [], clean_environment())
     assert started is not None
     assert f"SAMERUN_PRESET_FILE={used.path}" in started, "no command line above it names the preset"
 
@@ -126,11 +125,11 @@ def test_a_process_finds_what_it_would_under_a_real_launcher(name: str, tmp_path
     ids=str,
 )  # fmt: skip
 def test_what_is_not_known_is_left_to_accelerate(named: str | dict[str, object], tmp_path: Path) -> None:
-    assert one_process.argv(Topology(), loaded(named, tmp_path), [], {}) is None
+    assert one_process_argv(Topology(), loaded(named, tmp_path), [], {}) is None
 
 
 def test_more_than_one_process_are_left_to_accelerate() -> None:
     multi, alone = preset.load("multi_gpu"), preset.load("cpu")
-    assert one_process.argv(Topology(processes_per_node=2), multi, [], {}) is None
-    assert one_process.argv(Topology(hosts=("node1",)), multi, [], {}) is None
-    assert one_process.argv(Topology(), alone, [], {"MPI_LOCALNRANKS": "0"}) is None
+    assert one_process_argv(Topology(processes_per_node=2), multi, [], {}) is None
+    assert one_process_argv(Topology(hosts=("node1",)), multi, [], {}) is None
+    assert one_process_argv(Topology(), alone, [], {"MPI_LOCALNRANKS": "2"}) is None

@@ -16,9 +16,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin, prepare_multi_gpu_env
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
+from app.environment.degrees import KEY
 from app.environment.topology import Topology
-from app.errors import PresetError
-from launch import parallelism, preset, run_module
+from launch import preset, run_module
 from launch.node_command import accelerate_argv
 
 FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
@@ -80,6 +80,11 @@ def test_accelerate_starts_the_processes_of_a_preset_for_several(name, processes
     assert "ACCELERATE_GRADIENT_CLIPPING" not in environment
     assert environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == STAGES.get(name)
     assert environment.get("ACCELERATE_USE_FSDP") == ("true" if name in SHARDED else None)
+    for kind in ("OPTIMIZER", "PARAM"):
+        device = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none")
+        assert device == ("cpu" if name.endswith("offload") else "none")
+    other = accelerates_environment(name, Topology(processes_per_node=processes), mixed_precision="bf16")[1]
+    assert other["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -97,18 +102,6 @@ def test_accelerate_starts_one_process_without_a_group(name):
     assert args.num_processes == 1
     assert environment["ACCELERATE_USE_CPU"] == str(name == "cpu")
     assert "MASTER_PORT" not in environment
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_accelerate_asks_for_the_number_that_a_preset_does_not_hold(name):
-    args = launch_command_parser().parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), "script.py"])
-    with pytest.raises(ValueError, match="num_processes"):
-        _validate_launch_command(args)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_command_line_changes_the_precision(name):
-    assert accelerates_environment(name, mixed_precision="bf16")[1]["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED", "FSDP"])
@@ -130,13 +123,6 @@ def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text, prefix):
     assert environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == ("inductor" if text else "no")
     if "mode" in text:
         assert environment["ACCELERATE_DYNAMO_MODE"] == "default"
-
-
-def test_offload_reaches_deepspeed():
-    environment = accelerates_environment("deepspeed_zero3_offload")[1]
-    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
-    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == "cpu"
-    assert accelerates_environment("deepspeed_zero3")[1]["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
 
 
 def test_fsdp2_is_what_accelerate_makes_of_its_preset(monkeypatch):
@@ -193,69 +179,6 @@ def weights(part):
     return sum(parameter.numel() for parameter in part.parameters())
 
 
-# What is refused -----------------------------------------------------------------------------------------------------------
-
-FSDP2 = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: "
-REFUSED = {
-    "MULTI_CPU": ("distributed_type: MULTI_CPU", ["one process", "MULTI_GPU", "gloo"]),
-    "unquoted NO": ("distributed_type: NO", ["YAML", "'NO'"]),
-    "a list as type": ("distributed_type: [FSDP]", ["distributed_type is ['FSDP']"]),
-    "unquoted no": ("distributed_type: MULTI_GPU\nmixed_precision: no", ["YAML", "'no'"]),
-    "unknown precision": ("distributed_type: MULTI_GPU\nmixed_precision: bf8", ["'bf8'", "bf16"]),
-    "settings of 8 bits": ("distributed_type: MULTI_GPU\nfp8_config: {backend: TE}", ["8-bit precision is not supported"]),
-    "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 needs a GPU"]),
-    "two of NO": ("distributed_type: 'NO'\nnum_processes: 2", ["num_processes is 2", "MULTI_GPU"]),
-    "machines": ("distributed_type: MULTI_GPU\nnum_machines: 0", ["num_machines is 0", "--num_machines"]),
-    "ignored": ("distributed_type: MULTI_GPU\nrdzv_backend: c10d", ["rdzv_backend is 'c10d'", "ignores"]),
-    "use_cpu": ("distributed_type: MULTI_GPU\nuse_cpu: true", ["use_cpu", "ignores"]),
-    "cloud": ("distributed_type: MULTI_GPU\ncompute_environment: AMAZON_SAGEMAKER", ["LOCAL_MACHINE"]),
-    "typing error": ("distributed_type: MULTI_GPU\nmixed_precison: bf16", ["did you mean mixed_precision"]),
-    "wrong section": ("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}", ["fsdp_config", "ignore"]),
-    "no section": ("distributed_type: FSDP\nfsdp_config: 2", ["fsdp_config is 2"]),
-    "fsdp 1": ("distributed_type: FSDP", ["fsdp_version is 1", "must be 2"]),
-    "fsdp 1's key": ("distributed_type: FSDP\nfsdp_config: {version: 2, sharding_strategy: FULL_SHARD}", ["reshard"]),
-    "fsdp typing error": ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, min_num_param: 1}", ["fsdp_min_num_params"]),
-    "clipping": (
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_multinode_launcher: standard, gradient_clipping: 1.0}",
-        ["gradient_clipping is 1.0", "optim.clip_norm"],
-    ),
-    "zero_stag": (
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_multinode_launcher: standard, zero_stag: 3}",
-        ["zero_stag", "did you mean zero_stage"],
-    ),
-    "NVMe": ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_param_device: nvme}", ["'nvme'", "one of none, cpu"]),
-    "megatron": ("distributed_type: MULTI_GPU\nmegatron_lm_config: {megatron_lm_pp_degree: 2}", ["Megatron-LM "
-        "is not supported"]),
-    "sizes without a prefix": (f"{FSDP2}{{tp_size: 2}}", ["tp_size is 2", "ignores it", "write parallelism_config_tp_size: 2"]),
-    "no size": (f"{FSDP2}{{parallelism_config_tp_size: 0}}", ["parallelism_config_tp_size is 0", "-1"]),
-    "no such size": (f"{FSDP2}{{parallelism_config_ep_size: 2}}", ["unknown key", "parallelism_config_tp_size"]),
-    "contexts": (f"{FSDP2}{{parallelism_config_cp_size: 2}}", ["cp_size is 2", "context parallelism is not supported"]),
-    "sequences": (f"{FSDP2}{{sp_size: 2}}", ["sp_size is 2", "sequence parallelism is not supported"]),
-    "pipelines": (f"{FSDP2}{{parallelism_config_pp_size: 2}}", ["pp_size is 2", "pipelines are not supported"]),
-    "sizes with DDP": (
-        "distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_tp_size: 2}",
-        ["distributed_type is MULTI_GPU", "FSDP"],
-    ),
-    "sizes with DeepSpeed": (
-        "distributed_type: DEEPSPEED\nparallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
-        "deepspeed_config: {deepspeed_multinode_launcher: standard}",
-        ["distributed_type is DEEPSPEED", "FSDP"],
-    ),
-    "no compiler": ("distributed_type: MULTI_GPU\ndynamo_config: inductor", ["dynamo_config is 'inductor'", "key: value"]),
-    "no sizes": (f"{FSDP2}2", ["parallelism_config is 2", "key: value"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused(tmp_path, text, words):
-    path = tmp_path / "my preset.yaml"
-    path.write_text(text)
-    with pytest.raises(PresetError) as caught:
-        preset.load(str(path))
-    assert [word for word in [*words, str(path)] if word not in str(caught.value)] == []
-    assert "\n" not in str(caught.value), "one mistake, one sentence"
-
-
 def test_a_preset_of_the_users_is_found_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
@@ -266,28 +189,19 @@ def test_a_preset_of_the_users_is_found_by_its_path(tmp_path, monkeypatch):
 # Our lists of keys against Accelerate's own ----------------------------------------------------------------------------------
 
 
-def test_every_key_we_know_is_accelerates():
+def test_every_key_of_our_lists_is_accelerates():
+    """Of those it is said to ignore in a file, which are those whose option has a default, and one that it copies anyway."""
     fields = set(ClusterConfig.__dataclass_fields__) | {"dynamo_backend"}  # which it takes for dynamo_config
-    options = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}  # read with getattr
+    defaults = {action.dest: action.default for action in launch_command_parser()._actions}
+    options = defaults.keys() | {"fsdp_ignored_modules"}  # read with getattr
     assert set(preset._KEYS) <= fields
-    assert {parallelism.KEY + name for name in (*parallelism._SIZES, *parallelism._OF_UNSUPPORTED)} <= options
+    assert {KEY + name for name in (*preset._SIZES, *preset._WITHOUT_EFFECT)} <= options
     assert set().union(*preset._SECTION_KEYS.values()) <= options
     assert set(preset._REFUSED) <= fields | options
     assert set(preset._REFUSED).isdisjoint(preset._KEYS.union(*preset._SECTION_KEYS.values()))
-
-
-def test_every_deepspeed_and_fsdp_option_of_accelerate_is_taken_or_refused():
-    groups = {group.title: {action.dest for action in group._group_actions} for group in launch_command_parser()._action_groups}
-    known = set(preset._REFUSED).union(*preset._SECTION_KEYS.values())
-    assert groups["DeepSpeed Arguments"] | groups["FSDP Arguments"] <= known
-
-
-def test_the_keys_called_ignored_are_those_that_accelerate_ignores():
-    """It copies a value from the file only where the option's default is None."""
-    defaults = {action.dest: action.default for action in launch_command_parser()._actions}
     ignored = {name for name in ClusterConfig.__dataclass_fields__ if defaults.get(name) is not None}
-    said = {key for key, text in preset._REFUSED.items() if "ignores" in text}
-    assert said == {name for name in ignored if not name.startswith("tpu_")}
+    reported = {key for key, text in preset._REFUSED.items() if "ignores" in text}
+    assert reported == {name for name in ignored if not name.startswith("tpu_")}
 
 
 # For real ------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from processes import Finished, Started, clean_environment, read, read_lines
 
 from app.errors import STOPPED, SamerunError, TrainingError, UsageError
 from app.recipe import recipe_file
-from launch.sweep import sweep
+from launch.cases import sweep
 
 SMALL = ("--processes", "1", "--trackers", "none", "train.steps=600", "log.every_steps=10", "checkpoint.every_steps=20")
 
@@ -45,7 +45,6 @@ def test_all_combinations_are_checked_before_the_first_run(tmp_path: Path, monke
         (["model.channels=[8,16]"], "no key has several values"),
         (["seed=1,2", "seed=3"], "seed is given by the sweep and by seed=...: remove one of them"),
         (["seed=1,2", "--processes", "7", "train.global_batch_size=64"], "7"),
-        (["seed=1,2", "--explain"], "--explain is for one run"),
         (["seed=1,2", "--no-such-option"], "--no-such-option: unknown option"),
         (["seed=1,2", "--run-dir", ""], "--run-dir is empty"),
     ],

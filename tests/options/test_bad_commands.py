@@ -89,7 +89,6 @@ PROGRAMS: dict[str, tuple[str, int]] = {
         "bf16, which v100-16 does not compute in",
         4,
     ),
-    "samerun sweep optim.lr=1e-3,0.001": ("a value is given twice, and both runs would be the same", 2),
     "samerun launch --recipe digits --recipe mnist": ("--recipe is given twice (digits and mnist): keep one of them", 2),
     "samerun launch --preset cpu --config_file=multi_gpu": ("--config_file is given twice (cpu and multi_gpu): keep one", 2),
     "app.evaluate nowhere": ("nowhere", 7),

@@ -1,1 +1,0 @@
-"""Checks of a job, its script and its submission."""
