@@ -94,11 +94,15 @@ def write_images(folder: Path, count: int, shape: tuple[int, int, int], *, class
 
 
 def write_tokens(folder: Path, count: int, *, vocabulary: int) -> None:
-    """Write made-up tokens as nanoGPT keeps them; of a large vocabulary the first 65,536."""
-    folder.mkdir(parents=True)
-    tokens = np.random.default_rng(0).integers(min(vocabulary, 1 << 16), size=count).astype(np.uint16)
-    tokens.tofile(folder / "train.bin")
-    tokens[: count // 64].tofile(folder / "val.bin")
+    """Write a folder of made-up tokens; of a large vocabulary the first 65,536."""
+    from app.tasks.causal_lm.data.token_writer import writing
+
+    size = min(vocabulary, 1 << 16)
+    tokens = np.random.default_rng(0).integers(size, size=count)
+    about = {"kind": "made-up", "name": "made-up", "digest": None, "vocab_size": size}
+    with writing(folder, about, {}, token_bytes=None) as writer:
+        for split, part in (("train", tokens), ("validation", tokens[: count // 64])):
+            writer.append(split, part, np.array([len(part)]))
 
 
 if __name__ == "__main__":

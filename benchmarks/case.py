@@ -235,14 +235,14 @@ class Images(Work):
 
 
 class Text(Work):
-    """A language model of transformers, on tokens as nanoGPT keeps them."""
+    """A language model of transformers, on the tokens of a token folder."""
 
     def build(self) -> Any:
         """Return the recipe's network on the default device."""
         from transformers import AutoModelForCausalLM
 
         recipe, length = self.recipe.sections.model, self.recipe.sections.data.sequence_length
-        config = configuration.config_of(recipe, vocab_size=recipe.vocab_size, sequence_length=length)
+        config = configuration.network_config(recipe, vocab_size=recipe.vocab_size, sequence_length=length)
         config.use_cache = False
         model = other_libraries.untrained(AutoModelForCausalLM, config, attn_implementation=recipe.attention).train()
         if self.recipe.train.checkpoint_activations == "blocks":

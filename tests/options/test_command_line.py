@@ -87,7 +87,7 @@ def test_their_number_of_processes_is_that_of_all_nodes(
     assert by_node[0] == 0
     for arguments, sentence in {
         ("--num_processes", "3"): "--num_processes is 3, the total number of processes, on 2 nodes: it must be a multiple of 2",
-        ("--num_processes", "4", "--processes-per-node", "1"): "--num_processes is 4, the total number of processes, on 2 nodes, and another option asks for 1 per node",
+        ("--num_processes", "4", "--processes-per-node", "1"): "on 2 nodes, and another option asks for 1 per node",
     }.items():
         code, _, errors = dry_run(capsys, *arguments)
         assert (code, sentence in errors) == (5, True)

@@ -1,8 +1,8 @@
 """Checks that a network of transformers predicts tokens from earlier ones alone, and that it can be trained.
 
-Nothing is looked up by name: transformers lists encoders among its causal language models, a setting can turn the mask off, and
-whether documents stay apart is up to each architecture. What is computed has the same configuration, but few layers and
-heads and a small vocabulary, so that it costs the same for every size of model.
+Names do not decide: transformers lists encoders among its causal language models, a setting can turn the mask off, and whether
+documents stay apart depends on the architecture. A network is computed that has the same configuration, but few layers and
+heads and a small vocabulary, so that the check costs the same for every size of model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CHANGED_FROM = (1, 6, 13, 23)
 _SECOND_DOCUMENT = 9
 """Position at which the second document of a row begins."""
 _MOST = 1e-5
-"""Change of logits that is rounding, as a share of the largest. Experts, which see their tokens in another order, take 7e-7;
-the weakest encoder, roc_bert, takes 3e-4."""
+"""Change of logits that is rounding, as a share of the largest. Experts, which get their tokens in another order, change by
+7e-7; the weakest encoder, roc_bert, by 3e-4."""
 _LARGEST = 500_000_000
-"""Parameters of a network that is still computed if nothing can be made smaller."""
+"""Parameters of the largest network that is computed if nothing can be made smaller."""
 _FIRST_WORD = 3
 """Tokens below this one can be padding, or begin and end a text."""
 
@@ -36,7 +36,7 @@ _FIRST_WORD = 3
 def check(config: Any, attention: str, where: str, *, document_masks: bool = False, to_train: bool = False) -> None:
     """Raise RecipeError for a configuration whose network sees later tokens, or other documents of a row despite their masks.
 
-    `to_train`: or which cannot be computed without data, as each training begins. `where` names the configuration to people.
+    `to_train`: or which has experts, and so cannot be trained. `where` names the configuration to people.
     """
     if attention not in ("sdpa", "eager"):
         attention = "sdpa"  # which needs no GPU, and has the same masks
@@ -45,17 +45,19 @@ def check(config: Any, attention: str, where: str, *, document_masks: bool = Fal
         torch.manual_seed(0)
         for few_layers, few_heads in itertools.product((True, False), (True, False)):
             try:
-                small = _smaller(config, attention, few_layers=few_layers, few_heads=few_heads)
-                network = _drawn(small)
+                network = _drawn(_smaller(config, attention, few_layers=few_layers, few_heads=few_heads))
                 if network is None:
                     continue
                 logits = _logits(network, document_masks=document_masks)
-            except Exception as error:  # whatever transformers raises of sizes that do not suit it
+            except Exception as error:  # whatever transformers raises for sizes that do not suit it
                 failed = error
                 continue
             _check_order(logits, where, config, document_masks=document_masks)
-            if to_train:
-                _check_without_data(small, config, where)
+            if to_train and any(name.endswith(("experts", "moe")) for name, _ in network.named_modules()):
+                raise RecipeError(
+                    f"{where} is a mixture of experts, which cannot be trained; choose an architecture without experts, such "
+                    "as llama or qwen3"
+                )
             return
     if isinstance(failed, RecipeError):
         raise failed
@@ -63,40 +65,31 @@ def check(config: Any, attention: str, where: str, *, document_masks: bool = Fal
 
 
 def _smaller(config: Any, attention: str, *, few_layers: bool, few_heads: bool) -> Any:
-    """Return a copy of a configuration with few words, and where asked with one layer of each type, and with 1 or 2 heads."""
-    made = copy.deepcopy(config)
-    text = made.get_text_config()
+    """Return a copy of a configuration with a small vocabulary; with one layer of each type, and with 1 or 2 heads."""
+    copied = copy.deepcopy(config)
+    text = copied.get_text_config()
     names = {field.name for field in dataclasses.fields(text)}
-
-    def have(name: str, value: Any) -> None:
-        if text.attribute_map.get(name, name) in names:
-            setattr(text, name, value)
-
-    have("vocab_size", _VOCABULARY)
-    have("pad_token_id", 1)  # some count positions by it
+    values: dict[str, Any] = {"vocab_size": _VOCABULARY, "pad_token_id": 1}  # some count positions by the padding
     if isinstance(positions := getattr(text, "max_position_embeddings", None), int) and positions < 2 * _LENGTH:
-        have("max_position_embeddings", 2 * _LENGTH)
+        values["max_position_embeddings"] = 2 * _LENGTH
     if few_layers:
         layers = text.num_hidden_layers
-        of_layers = {
-            name: value for name in names if isinstance(value := getattr(text, name, None), list) and len(value) == layers
-        }
+        lists = {name: it for name in names if isinstance(it := getattr(text, name, None), list) and len(it) == layers}
         types = [getattr(text, name, None) or [] for name in ("layer_types", "layers_block_type")]
-        depth = max([2, *(1 + kinds.index(kind) for kinds in (*types, *of_layers.values()) for kind in kinds)])
-        for name, value in of_layers.items():
-            have(name, value[:depth])
-        have("num_hidden_layers", min(depth, layers))
+        depth = max([2, *(1 + kinds.index(kind) for kinds in (*types, *lists.values()) for kind in kinds)])
+        values |= {name: it[:depth] for name, it in lists.items()} | {"num_hidden_layers": min(depth, layers)}
     if few_heads:
-        heads, of_keys = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
-        have("num_attention_heads", 2)
-        have("num_key_value_heads", 2 if of_keys == heads else 1)
+        heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
         width = 2 * (text.hidden_size // heads)
-        have("hidden_size", -(-width // _WIDTH) * _WIDTH if "head_dim" in names else width)
-        for name in ("intermediate_size", *OTHER_NAMES["intermediate_size"]):
-            if isinstance(getattr(text, name, None), int):
-                have(name, _WIDTH)
-    made._attn_implementation = attention
-    return made
+        values |= {"num_attention_heads": 2, "num_key_value_heads": 2 if key_heads == heads else 1}
+        values["hidden_size"] = -(-width // _WIDTH) * _WIDTH if "head_dim" in names else width
+        feed_forward = ("intermediate_size", *OTHER_NAMES["intermediate_size"])
+        values |= {name: _WIDTH for name in feed_forward if isinstance(getattr(text, name, None), int)}
+    for name, value in values.items():
+        if text.attribute_map.get(name, name) in names:
+            setattr(text, name, value)
+    copied._attn_implementation = attention
+    return copied
 
 
 def _drawn(config: Any) -> nn.Module | None:
@@ -145,23 +138,3 @@ def _check_order(logits: Tensor, where: str, config: Any, *, document_masks: boo
             f"{_SECOND_DOCUMENT} and later change with the document before; set data.document_masks=false, or choose an "
             "architecture that keeps them apart, such as llama"
         )
-
-
-def _check_without_data(small: Any, config: Any, where: str) -> None:
-    """Raise RecipeError if the network cannot be computed on torch's meta device, where a training starts."""
-    text = small.get_text_config()
-    padding = getattr(config.get_text_config(), "pad_token_id", None)
-    if hasattr(text, "pad_token_id") and (padding is None or padding < _VOCABULARY):
-        text.pad_token_id = padding
-    with torch.device("meta"):
-        network = networks.class_for(small)(small)
-        tokens = torch.empty(2, _LENGTH, dtype=torch.int64)
-        try:
-            network(input_ids=tokens, labels=tokens).backward()
-        except Exception as error:  # whatever transformers and torch raise
-            if any(name.endswith(("experts", "moe")) for name, _ in network.named_modules()):
-                raise RecipeError(
-                    f"{where} is a mixture of experts, which cannot be trained; choose an architecture without experts, such "
-                    "as llama or qwen3"
-                ) from error
-            raise RecipeError(networks.refused(config, small._attn_implementation, error)) from error

@@ -1,6 +1,6 @@
-"""transformers' configuration of a network: of the recipe's keys, or of a config.json.
+"""transformers' configuration of a network, from the recipe's keys or a config.json, and the files next to its weights.
 
-transformers is imported when it is asked for, and no more of it than that architecture needs.
+transformers is imported when a configuration is made, and no more of it than that architecture needs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 from app.errors import DataError, RecipeError, did_you_mean
 from app.files import other_libraries, paths
 from app.files.lines import parsed
-from app.tasks.causal_lm.sections import ModelRecipe
+from app.tasks.causal_lm.data import store
+from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
+from app.tasks.causal_lm.sections import ModelRecipe, Sections
 
 NAMES = {
     "hidden_size": "hidden_size",
@@ -30,6 +33,9 @@ NAMES = {
 """transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
 OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
 """Names missing in that map: gpt2, opt."""
+_GENERATION = "generation_config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""Every tokenizer has at least one of these files."""
 _NO_PART = ("transformers_version", "_name_or_path")
 _DROPOUT = (
     "resid_pdrop", "embd_pdrop", "emb_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout", "residual_dropout",
@@ -41,31 +47,42 @@ _NO_DROPOUT = (
 """Dropout inside attention is not a module, and each process skips other layers."""
 
 
-def config_of(recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> Any:
-    """Return transformers' configuration of the network, for text with so many tokens and rows of that length.
+def network_config(recipe: ModelRecipe, *, vocab_size: int | None = None, sequence_length: int | None = None) -> Any:
+    """Return transformers' configuration of the network, for text with this number of tokens and rows of this length.
 
-    None: not known, as before the text is opened. Raises RecipeError for names and numbers that cannot be.
+    None: not known, as before the text is opened. Raises RecipeError for names and numbers that are impossible.
     """
-    config = _of_folder(recipe) if recipe.path is not None else _of_sizes(recipe, vocab_size, sequence_length)
-    _check(config, recipe, vocab_size=vocab_size, sequence_length=sequence_length)
-    for name in _DROPOUT:
+    config = _from_folder(recipe) if recipe.path is not None else _from_sizes(recipe, vocab_size, sequence_length)
+    problems, most = [], positions(config)
+    if vocab_size and config.vocab_size < vocab_size:
+        problems.append(f"model.vocab_size is {config.vocab_size}, and the tokenizer has {vocab_size} tokens: raise it")
+    if sequence_length and most and sequence_length > most:
+        problems.append(
+            f"a row has {sequence_length} tokens, and the model takes at most {most} (model.positions): lower "
+            "data.sequence_length"
+        )
+    if recipe.dropout and not any(hasattr(config, name) for name in _DROPOUT):
+        problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set it to 0")
+    if problems:
+        raise RecipeError(*problems)
+    rates = dict.fromkeys(_DROPOUT, recipe.dropout)
+    rates |= {name: (recipe.settings or {}).get(name, 0.0) for name in _NO_DROPOUT}
+    for name, rate in rates.items():
         if hasattr(config, name):
-            setattr(config, name, recipe.dropout)
-    for name in _NO_DROPOUT:
-        if hasattr(config, name):
-            setattr(config, name, (recipe.settings or {}).get(name, 0.0))
+            setattr(config, name, rate)
     return config
 
 
-def positions_of(recipe: ModelRecipe) -> int | None:
-    """Return how many tokens of a row the model takes at most; None: any number. Raises RecipeError."""
-    return _positions(config_of(recipe, vocab_size=None, sequence_length=None))
+def positions(config: Any) -> int | None:
+    """Return how many tokens of a row the model takes at most; None: any number."""
+    most = getattr(config, "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
 
 
 def digest(recipe: ModelRecipe) -> dict[str, str]:
-    """Return a digest of the config.json that model.path names, by what it is called; nothing without one. Raises RecipeError.
+    """Return a digest of the config.json in model.path, by the name of this input; nothing without one. Raises RecipeError.
 
-    Of its values: how they are laid out, and the version of transformers that wrote them, is no part of the network.
+    It is a digest of the values: their layout, and the version of transformers that wrote them, are no part of the network.
     """
     if recipe.path is None:
         return {}
@@ -73,67 +90,58 @@ def digest(recipe: ModelRecipe) -> dict[str, str]:
     return {"config.json of model.path": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
 
 
-def _of_folder(recipe: ModelRecipe) -> Any:
-    values = _read(recipe)
+def download(recipe: ModelRecipe) -> None:
+    """Fetch the config.json of a name of the hub into this machine's cache, if that is allowed. Raises DataError."""
+    if not (recipe.is_named and recipe.download):
+        return
     try:
-        kind = _class_of_config(values.pop("model_type"))
-    except (KeyError, AttributeError) as error:
-        raise _is_none_of_transformers(recipe, error) from error
-    except RecipeError as error:
-        if "auto_map" in values:
-            raise RecipeError(f"model.path is {recipe.path}: {other_libraries.NEEDS_CODE}") from error
-        raise
-    names = {*values, *(field.name for field in dataclasses.fields(kind))}
-    return _made(kind, {**values, **_changed(recipe, names)})
+        _hub_file(recipe, local_files_only=False)
+    except Exception as error:  # whatever the network says
+        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): check the network") from error
+
+
+def _hub_file(recipe: ModelRecipe, *, local_files_only: bool) -> str:
+    from huggingface_hub import hf_hub_download
+
+    return hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=local_files_only)
 
 
 def _read(recipe: ModelRecipe) -> dict[str, Any]:
     path = recipe.path or ""
-    folder = path if recipe.is_named else paths.filled_in("model.path", path)
     try:
         if recipe.is_named:
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(folder, "config.json", revision=recipe.revision, local_files_only=True))
+            file = Path(_hub_file(recipe, local_files_only=True))
         else:
-            file = Path(folder) / "config.json"
+            file = Path(paths.filled_in("model.path", path), "config.json")
         return dict(parsed(file.read_bytes()).items())
     except FileNotFoundError as error:
         hint = "set model.download=true to download it once" if recipe.is_named else "give a transformers folder"
         raise RecipeError(f"model.path is {path}: config.json is missing ({error}): {hint}") from error
     except (OSError, ValueError, AttributeError) as error:
-        raise _is_none_of_transformers(recipe, error) from error
+        raise RecipeError(f"model.path is {path}: its config.json is not one of transformers: {error!r}") from error
 
 
-def _is_none_of_transformers(recipe: ModelRecipe, error: Exception) -> RecipeError:
-    return RecipeError(f"model.path is {recipe.path}: its config.json is not one of transformers: {error!r}")
+def _from_folder(recipe: ModelRecipe) -> Any:
+    values = _read(recipe)
+    model_type = values.pop("model_type", None)
+    kind = _config_class(
+        model_type, f"model_type in the config.json of model.path={recipe.path}", needs_code="auto_map" in values
+    )
+    names = {*values, *(field.name for field in dataclasses.fields(kind))}
+    return _made(kind, {**values, **_settings(recipe, names)})
 
 
-def download(recipe: ModelRecipe) -> None:
-    """Fetch the config.json of a name of the hub into this machine's cache, if that is allowed. Raises DataError."""
-    if not (recipe.is_named and recipe.download):
-        return
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision)
-    except Exception as error:  # whatever the network says
-        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): check the network") from error
-
-
-def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:
-    kind = _class_of_config(recipe.architecture or "gpt2")
+def _from_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:
+    architecture = recipe.architecture or "gpt2"
+    kind = _config_class(architecture, "model.architecture", needs_code=False)
     names = {field.name for field in dataclasses.fields(kind)}
     default = kind()
     values: dict[str, Any] = {}
-    chosen = {"vocab_size": vocab_size, "positions": sequence_length, **recipe.chosen}
-    for key, value in chosen.items():
+    for key, value in {"vocab_size": vocab_size, "positions": sequence_length, **recipe.chosen}.items():
         common = NAMES[key]
-        own = next(
-            (name for name in (kind.attribute_map.get(common, common), *OTHER_NAMES.get(key, ())) if name in names), None
-        )
+        own = next((it for it in (kind.attribute_map.get(common, common), *OTHER_NAMES.get(key, ())) if it in names), None)
         if own is None and key in recipe.chosen:
-            raise RecipeError(f"model.{key} is {value}, and {recipe.architecture or 'gpt2'} has no such setting: remove it")
+            raise RecipeError(f"model.{key} is {value}, and {architecture} has no such setting: remove it")
         if own is not None and value is not None:
             values[own] = value
     if recipe.hidden_size and not recipe.intermediate_size and isinstance(getattr(default, "intermediate_size", None), int):
@@ -142,12 +150,12 @@ def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int 
         values["num_key_value_heads"] = recipe.heads
     if recipe.hidden_size and recipe.heads and "head_dim" in names:
         values["head_dim"] = recipe.hidden_size // recipe.heads
-    # Those of the class are of another vocabulary; as padding, a token would get no gradient.
+    # The defaults of the class belong to another vocabulary; as padding, a token would get no gradient.
     values |= {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in names}
-    return _made(kind, {**values, **_changed(recipe, names)})
+    return _made(kind, {**values, **_settings(recipe, names)})
 
 
-def _changed(recipe: ModelRecipe, names: Collection[str]) -> Mapping[str, Any]:
+def _settings(recipe: ModelRecipe, names: Collection[str]) -> Mapping[str, Any]:
     """Return model.settings. Raises RecipeError for a name that is not among `names`."""
     known = {*names, *(("rope_theta", "rope_scaling") if "rope_parameters" in names else ())}
     settings = recipe.settings or {}
@@ -166,31 +174,88 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
         raise RecipeError(f"model.*: transformers refuses this {kind.model_type}: {why}") from error
 
 
-def _class_of_config(model_type: str) -> Any:
+def _config_class(model_type: str | None, where: str, *, needs_code: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as HAVE
 
-    if model_type not in HAVE or model_type not in CONFIG_MAPPING:
-        hint = did_you_mean(model_type, HAVE, otherwise="for example gpt2, llama, qwen3, mistral or gemma")
-        raise RecipeError(f"model.architecture is {model_type}: transformers has no such causal language model; {hint}")
-    return CONFIG_MAPPING[model_type]
+    if model_type in HAVE and model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    hint = other_libraries.NEEDS_CODE
+    if not needs_code:
+        hint = did_you_mean(str(model_type), HAVE, otherwise="for example gpt2, llama, qwen3, mistral or gemma")
+    raise RecipeError(f"{where} is {model_type}: transformers has no such causal language model; {hint}")
 
 
-def _positions(config: Any) -> int | None:
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+def export_files(sections: Sections, facts: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files next to the weights, by their names; as `app.task.Task.export_files`."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    tokenizer, recipe = facts["tokenizer"], info["recipe"]
+    config = network_config(sections.model, vocab_size=facts["vocab_size"], sequence_length=facts["sequence_length"])
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = recipe["train.dtype"]
+    config.eos_token_id = _end_tokens(getattr(config, "eos_token_id", None), tokenizer.get("eos_id"))
+    if getattr(config, "bos_token_id", None) is None:
+        config.bos_token_id = tokenizer.get("bos_id")
+    generation = GenerationConfig.from_model_config(config).to_json_string()
+    for folder in (recipe["train.init_from"], sections.model.path):  # settings that came with the base weights are kept
+        if folder and (file := Path(folder).expanduser() / _GENERATION).is_file():
+            base = json.loads(file.read_bytes())
+            ends = _end_tokens(base.get("eos_token_id"), tokenizer.get("eos_id"))
+            generation = json.dumps({**base, "eos_token_id": ends}, indent=2)
+    files = tokenizer_files(sections.data.path, tokenizer)
+    return {**files, _GENERATION: generation.encode(), "config.json": config.to_json_string().encode()}
 
 
-def _check(config: Any, recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> None:
-    problems, most = [], _positions(config)
-    if vocab_size and config.vocab_size < vocab_size:
-        problems.append(f"model.vocab_size is {config.vocab_size}, and the tokenizer has {vocab_size} tokens: raise it")
-    if sequence_length and most and sequence_length > most:
-        problems.append(
-            f"a row has {sequence_length} tokens, and the model takes at most {most} (model.positions): lower "
-            "data.sequence_length"
+def tokenizer_files(data_path: str | None, tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a text, which are in its token folder; none for a text without one.
+
+    Raises DataError if the folder no longer has this tokenizer.
+    """
+    if tokenizer["kind"] == "bytes":
+        return Bytes().files()
+    if data_path is None or not tokenizer.get("digest"):
+        return {}
+    folder = Path(paths.filled_in("data.path", data_path))
+    stored = store.about(folder)["tokenizer"] if folder.exists() else {}
+    if stored.get("digest") != tokenizer["digest"]:
+        raise DataError(
+            f"{folder} does not contain the tokenizer that the model was trained with ({tokenizer['digest']}): put it back, or "
+            "export only the weights (--out FILE.safetensors)"
         )
-    if recipe.dropout and not any(hasattr(config, name) for name in _DROPOUT):
-        problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set it to 0")
-    if problems:
-        raise RecipeError(*problems)
+    return {name: (folder / store.TOKENIZER / name).read_bytes() for name in stored["files"]}
+
+
+def _end_tokens(stated: int | list[int] | None, end: int | None) -> int | list[int] | None:
+    """Return the tokens that end a text: the tokenizer's, which ended the run's texts, before those of the base model."""
+    before = [stated] if isinstance(stated, int) else stated or []
+    if end is None or end in before:
+        return stated
+    return [end, *before] if before else end
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if a folder has a tokenizer. transformers makes one up if there is none."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def check_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> None:
+    """Raise DataError if a text was tokenized with another tokenizer than a folder has; print a note if that is unknown."""
+    digest = tokenizer.get("digest")
+    if not digest or not has_tokenizer(folder):
+        where = folder if digest else "the text"
+        sys.stderr.write(f"note: {where} has no tokenizer: it is assumed that the tokens are those of the model\n")
+        return
+    if tokenizer["kind"] == "bytes":
+        files = {folder / name: content for name, content in Bytes().files().items()}
+        is_same = digest == Bytes().about["digest"] and all(
+            file.is_file() and file.read_bytes() == content for file, content in files.items()
+        )
+    else:
+        is_same = Transformers(str(folder)).about["digest"] == digest
+    if not is_same:
+        raise DataError(
+            f"the text was tokenized with another tokenizer ({digest}) than the one in {folder}: tokenize it "
+            "with that one (samerun data tokenize)"
+        )

@@ -23,8 +23,8 @@ class DataRecipe:
     places: ClassVar[tuple[str, ...]] = ("path",)
 
     path: str | None = None
-    """Token folder written by `samerun data tokenize`, or a folder with nanoGPT's train.bin and val.bin. `~` and variables are
-    expanded. None: the book that comes with the package, one token per byte."""
+    """Token folder written by `samerun data tokenize`. `~` and variables are expanded. None: the book that comes with the
+    package, one token per byte."""
     sequence_length: Annotated[int | None, POSITIVE] = None
     """Sequence length: target tokens per row. None: the length of the packed rows, or else the number of positions of the
     model."""

@@ -18,12 +18,12 @@ from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.files import paths
 from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
-from app.tasks.causal_lm import causality, configuration, lora, transformers_folder
+from app.tasks.causal_lm import causality, configuration, generate
 from app.tasks.causal_lm import model as networks
-from app.tasks.causal_lm.data import showing, store
+from app.tasks.causal_lm.configuration import network_config
+from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.rows import Rows
-from app.tasks.causal_lm.data.store import Tokens
-from app.tasks.causal_lm.head import IGNORED
+from app.tasks.causal_lm.model import IGNORED
 from app.tasks.causal_lm.sections import Sections
 
 
@@ -51,7 +51,7 @@ class CausalLM(Task):
 
     def _check(self, *, to_train: bool) -> None:
         recipe = self._sections.model
-        config = configuration.config_of(recipe, vocab_size=None, sequence_length=None)
+        config = network_config(recipe)
         where = (
             f"model.path={recipe.path}, a {config.model_type}," if recipe.path else f"model.architecture={config.model_type}"
         )
@@ -59,59 +59,61 @@ class CausalLM(Task):
         causality.check(config, recipe.attention, where, document_masks=masks, to_train=to_train)
 
     def samples(self, split: Split) -> Rows | None:
-        """Open a split as rows; None: there is none."""
+        """Open a split as rows; None: the text has no such split."""
         data = self._sections.data
-        tokens = _open(self._sections, split)
+        if data.path is None:
+            tokens: store.Tokens | None = store.open_embedded(split)
+        else:
+            tokens = store.open_split(Path(paths.filled_in("data.path", data.path)), split)
         if tokens is None:
             return None
         length = data.sequence_length
         if length is None and tokens.packed is None:
-            length = configuration.positions_of(self._sections.model)
+            length = configuration.positions(network_config(self._sections.model))
         return Rows(tokens, length, document_masks=data.document_masks, training=split == "train")
 
     def metadata_without_data(self) -> dict[str, Any]:
-        """Return what the recipe alone tells a model of its text, to plan with. Raises DataError if it names no vocabulary."""
+        """Return the metadata that the recipe alone gives, to plan with. Raises DataError if it names no vocabulary."""
         data, network = self._sections.data, self._sections.model
         if network.path is None and network.vocab_size is None:
             raise DataError("without the data the vocabulary is unknown: set model.vocab_size, or give data.path")
-        config = configuration.config_of(network, vocab_size=None, sequence_length=data.sequence_length)
-        length = data.sequence_length or configuration.positions_of(network)
+        config = network_config(network, sequence_length=data.sequence_length)
+        length = data.sequence_length or configuration.positions(config)
         if length is None:
             raise DataError("without the data the length of a row is unknown: set data.sequence_length, or give data.path")
-        masks = data.document_masks
-        return {"vocab_size": config.vocab_size, "sequence_length": length, "tokenizer": {}, "document_masks": masks}
+        return {
+            "vocab_size": config.vocab_size,
+            "sequence_length": length,
+            "tokenizer": {},
+            "document_masks": data.document_masks,
+        }
 
     def data_digests(self) -> dict[str, str]:
         """Return a digest of what model.path says the network is."""
         return configuration.digest(self._sections.model)
 
     def notes(self, data: Splits) -> list[str]:
-        """Return a sentence on the text that is trained on: how much it is, and what is left out."""
+        """Return a sentence on the training text: how large it is, and what is left out."""
         rows: Rows = data.train
-        split, counted = rows.split, ""
-        if split.documents is not None:
-            counted = f" of {len(split.documents) - 1:,} documents"
-        cut = f"; the last {rows.dropped_targets} do not fill a row" if rows.dropped_targets else ""
-        kind = split.tokenizer.get("name") or split.tokenizer.get("kind")
+        tokens, documents = len(rows.split.tokens), len(rows.split.documents) - 1
+        dropped = f"; the last {rows.dropped_targets} do not fill a row" if rows.dropped_targets else ""
         return [
             (
-                f"{len(split.tokens):,} training tokens{counted}, in {len(rows):,} rows of "
-                f"{rows.sequence_length}{cut}; tokenizer {kind}, {split.vocab_size:,} tokens"
+                f"{tokens:,} training tokens of {documents:,} documents, in {len(rows):,} rows of {rows.sequence_length}"
+                f"{dropped}; tokenizer {rows.split.tokenizer['name']}, {rows.split.vocab_size:,} tokens"
             )
         ]
 
     def adapt_samples(self, samples: Rows, metadata: Mapping[str, Any]) -> Rows:
-        """Return other text, if its tokens are those that the model knows. Raises DataError if not."""
+        """Return other text, if its tokens are those of the model. Raises DataError if not."""
         theirs, ours = samples.facts["tokenizer"].get("digest"), metadata["tokenizer"].get("digest")
         if theirs != ours:
             raise DataError(
                 f"the text was tokenized with {theirs}, and the model was trained with {ours}: tokenize the "
                 "text with the model's tokenizer (samerun data tokenize)"
             )
-        config = configuration.config_of(
-            self._sections.model, vocab_size=metadata["vocab_size"], sequence_length=metadata["sequence_length"]
-        )
-        most = getattr(config, "max_position_embeddings", None)
+        sizes = {name: metadata[name] for name in ("vocab_size", "sequence_length")}
+        most = configuration.positions(network_config(self._sections.model, **sizes))
         if most and samples.sequence_length > most:
             raise DataError(
                 f"a row has {samples.sequence_length} tokens, and the model takes at most {most}: lower data.sequence_length"
@@ -133,8 +135,7 @@ class CausalLM(Task):
     def head(self, model: nn.Module) -> str:
         """Return the name of the layer whose outputs are tokens."""
         last = model.get_output_embeddings()  # type: ignore[operator]
-        found: str = next(name for name, module in model.named_modules() if module is last)
-        return found
+        return str(next(name for name, module in model.named_modules() if module is last))
 
     def preprocess(self, batch: Batch, rng: Draws | None, *, form: Form) -> Batch:  # noqa: ARG002
         """Return `input_ids` and `labels`, int64 [B, S], `position_ids` where documents are masked, and `bytes` where known."""
@@ -149,13 +150,13 @@ class CausalLM(Task):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean of nats over the tokens that count."""
-        return Loss.of(model(**_taken(batch)), (batch["labels"] != IGNORED).sum())
+        return Loss.of(model(**_inputs(batch)), (batch["labels"] != IGNORED).sum())
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
     def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return nats a token, and bits a byte of text where the bytes are known."""
-        nats = model(**_taken(batch), by_row=True).double() * valid
+        nats = model(**_inputs(batch), by_row=True).double() * valid
         tokens = (batch["labels"] != IGNORED).sum(1).double() * valid
         sums = {"loss": (nats.sum(), tokens.sum())}
         if "bytes" in batch:
@@ -171,25 +172,27 @@ class CausalLM(Task):
 
     def generate_samples(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
         """Return the beginnings of rows and the model's continuations; nothing for a large model."""
-        tokenizer = showing.tokenizer_of(self._sections.data.path) if self._parameters <= showing.LARGEST else None
-        return [] if tokenizer is None else showing.texts(model, batch["input_ids"], tokenizer)
+        if self._parameters > generate.LARGEST_SAMPLED:
+            return []
+        tokenizer = store.stored_tokenizer(self._sections.data.path)
+        return [] if tokenizer is None else generate.samples(model, batch["input_ids"], tokenizer)
 
     def export_files(self, metadata: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return what makes a folder with the weights one that transformers loads."""
-        return transformers_folder.beside(self._sections, metadata, info)
+        """Return the files with which transformers loads a folder with the weights."""
+        return configuration.export_files(self._sections, metadata, info)
 
     def adapters(self, model: nn.Module) -> Adapters | None:
         """Return how adapters of low rank are added to the weights, where the recipe has some."""
-        return lora.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
+        return networks.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
 
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""
-        return networks.load(self._sections.model, folder, metadata)
+        return networks.build(self._sections.model, metadata, folder=folder)
 
     def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Raise DataError if the text is of another tokenizer than a folder of transformers, RecipeError if its network sees
         later tokens."""
-        transformers_folder.check_tokenizer(folder, metadata["tokenizer"])
+        configuration.check_tokenizer(folder, metadata["tokenizer"])
         self._check(to_train=False)
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
@@ -209,19 +212,7 @@ def positions_in(documents: Tensor) -> Tensor:
     return places - places.where(begins, 0).cummax(1).values
 
 
-def _open(sections: Sections, split: str) -> Tokens | None:
-    if sections.data.path is None:
-        return store.open_embedded(split)
-    folder, network = Path(paths.filled_in("data.path", sections.data.path)), sections.model
-    if not store.is_nanogpt(folder):
-        return store.open_split(folder, split)
-    size = network.vocab_size
-    if network.path is not None:
-        size = configuration.config_of(network, vocab_size=None, sequence_length=None).vocab_size
-    return store.open_nanogpt(folder, split, size)
-
-
-def _taken(batch: Batch) -> dict[str, Tensor]:
+def _inputs(batch: Batch) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
 
 

@@ -35,7 +35,7 @@ def trainer(folder: Path, job: dict[str, Any]) -> dict[str, list[float]]:
     return read(folder / "out.json")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_losses_are_those_of_the_trainer(answers: Path, tmp_path: Path, architecture: str) -> None:
     network = save_network(tmp_path / "network", architecture)
     (tmp_path / "ours.yaml").write_text(RECIPE)

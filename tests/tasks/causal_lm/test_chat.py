@@ -104,41 +104,38 @@ def test_tokens_and_what_counts_are_those_of_trl(
     theirs = trl_makes(tmp_path / "trl", tokenizers[name], rows)
     assert ours(tmp_path, tokenizers[name], rows) == theirs
     said = capsys.readouterr().out
-    assert f"x example of more than {LENGTH + 1} tokens, truncated there" in said
+    assert f" examples truncated to {LENGTH + 1} tokens" in said
     if name == "text":
         assert len(theirs) == len(PAIRS) - 1, "one has no room for its answer"
-        assert "left out: 1 x example without an answer" in said
-        assert "answer begins within the last token of its prompt, kept" in said
+        assert "1 examples without an answer left out" in said
 
 
-def test_without_marks_the_answers_are_what_comes_more(tokenizers: dict[str, str]) -> None:
+def test_without_marks_the_answers_are_the_additional_tokens(tokenizers: dict[str, str]) -> None:
     plain, marked = (Examples(open_tokenizer(tokenizers[name]), ["messages"]) for name in ("plain", "marked"))
     library = AutoTokenizer.from_pretrained(tokenizers["plain"])
     for talk in TALKS[:2]:
-        tokens, counted, _ = plain({"messages": talk})
-        others, marks, _ = marked({"messages": talk})
+        tokens, counted = plain({"messages": talk})
+        others, marks = marked({"messages": talk})
         assert tokens.tolist() == others.tolist()
         assert not (marks & ~counted).any()
         (after,) = {library.decode([token]) for token in tokens[counted & ~marks]}
         assert after == "\n", "the line that ends a turn"
     shares = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALKS[0]]
-    assert plain({"messages": shares}).tokens.tolist() == plain({"messages": TALKS[0]}).tokens.tolist()
+    usual = Examples(open_tokenizer(tokenizers["plain"]), [])
+    assert usual({"conversations": shares})[0].tolist() == plain({"messages": TALKS[0]})[0].tolist()
 
 
 def test_a_turn_ends_with_a_token_that_counts(tokenizers: dict[str, str], tmp_path: Path) -> None:
     """Some templates mark the answer and not its end: the model would never learn to stop."""
-    short = MARKED.replace(
-        "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}<|im_end|>"
-    )
-    assert short != MARKED
+    end = "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    assert end in MARKED
+    short = MARKED.replace(end, "{{ m['content'] }}{% endgeneration %}<|im_end|>")
     folder = write_tokenizer(tmp_path / "short", short, eos=SPECIAL[2])
-    row = {"messages": TALKS[1]}
-    mine, right = (Examples(open_tokenizer(name), ["messages"])(row) for name in (folder, tokenizers["marked"]))
-    assert mine.tokens.tolist() == right.tokens.tolist()
-    assert mine.counted.tolist() == right.counted.tolist()
+    mine, right = (Examples(open_tokenizer(it), ["messages"])({"messages": TALKS[1]}) for it in (folder, tokenizers["marked"]))
+    assert [array.tolist() for array in mine] == [array.tolist() for array in right]
 
 
-def test_packed_examples_are_whole_and_can_be_looked_at(
+def test_packed_examples_are_whole_and_can_be_inspected(
     tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"prompt": f"question {number}:", "completion": f" answer {number}"} for number in range(20)]
@@ -151,8 +148,7 @@ def test_packed_examples_are_whole_and_can_be_looked_at(
     assert main(["inspect", str(tmp_path / "out"), "--row", "0"]) == 0
     shown = capsys.readouterr().out
     assert "question 0:{+ answer 0<|endoftext|>+}" in shown
-    assert f", {int(batch['counted'][0].sum())} count as targets, 5 documents" in shown
-    assert "\x1b" not in shown
+    assert f", {int(batch['counted'][0].sum())} count as targets, documents: 5" in shown
 
 
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
@@ -161,15 +157,21 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("marked", {"messages": ["hello"]}, "a message is str: expected an object with role and content"),
     ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
     ("marked", {"messages": TALKS[0], "tools": "no JSON"}, "tools is no JSON"),
-    ("marked", {"messages": TALKS[0], "chat_template_kwargs": ["a"]}, "chat_template_kwargs is list: expected an object"),
+    ("marked", {"messages": TALKS[0], "chat_template_kwargs": ["a"]}, "or chat_template_kwargs no JSON object"),
     ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
-    ("plain", {"messages": TALKS[2]}, "it begins with an answer, which cannot be found because the chat template has no"),
-    ("changes", {"messages": TALKS[1]}, "message 2: the chat template renders the messages before it differently"),
+    ("plain", {"messages": TALKS[2]}, "message 0: its answer cannot be found"),
+    (
+        "changes",
+        {"messages": TALKS[1]},
+        "message 2: its answer cannot be found, because the chat template renders the messages before it differently",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "row", "text"), UNUSABLE)
-def test_what_is_no_example_says_why(tokenizers: dict[str, str], tmp_path: Path, name: str, row: Any, text: str) -> None:
+def test_rows_that_are_no_example_are_refused(
+    tokenizers: dict[str, str], tmp_path: Path, name: str, row: Any, text: str
+) -> None:
     templates = {
         "refuses": "{{ raise_exception('no such roles') }}",
         "changes": PLAIN.replace("{% for", "{{ messages|length }}{% for", 1),
@@ -179,7 +181,7 @@ def test_what_is_no_example_says_why(tokenizers: dict[str, str], tmp_path: Path,
         Examples(open_tokenizer(folder), [column for column in row if column not in ("tools", "chat_template_kwargs")])(row)
 
 
-def test_what_is_left_stops_at_the_end_of_a_turn(tokenizers: dict[str, str], tmp_path: Path) -> None:
+def test_an_exported_model_stops_at_the_end_of_a_turn(tokenizers: dict[str, str], tmp_path: Path) -> None:
     """The base model ends its texts with another token than the chat."""
     base, run = tmp_path / "base", tmp_path / "run"
     config = LlamaConfig(vocab_size=600, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -204,21 +206,3 @@ def test_what_is_left_stops_at_the_end_of_a_turn(tokenizers: dict[str, str], tmp
         network.lm_head.weight.zero_()
     network.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(end), 600).float())
     assert network.generate(torch.tensor([[5, 6]]), max_new_tokens=9, do_sample=False).tolist() == [[5, 6, end]]
-
-
-def test_examples_that_are_too_long_can_be_left_out(
-    tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    told = [
-        "tokenize",
-        str(tmp_path / "rows.jsonl"),
-        "--prompts",
-        "--out",
-        str(tmp_path / "out"),
-        "--sequence-length",
-        str(LENGTH),
-    ]
-    assert main([*told, "--tokenizer", tokenizers["text"], "--too-long", "leave-out"]) == 0
-    assert f"left out: 2 x example of more than {LENGTH + 1} tokens\n" in capsys.readouterr().out
-    assert store.about(tmp_path / "out")["splits"]["train"]["documents"] == len(PAIRS) - 2

@@ -1,22 +1,19 @@
-"""`samerun generate`: what transformers' own generate says, streamed as whole characters, from any folder that it loads."""
+"""`samerun generate`: what transformers' own `generate` returns, as complete characters; and samples during training."""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import REPOSITORY, clean_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from app.errors import DataError, DeviceError, RunFolderError
 from app.tasks.causal_lm.data.tokenizers import Bytes
-from app.tasks.causal_lm.generate import Written
+from app.tasks.causal_lm.generate import PROMPT_TOKENS, SAMPLE_TOKENS, Streamer, continuations, samples
 from app.tools import generate_command as generate
 
 TEXT = "Call me Ishmäel"
@@ -38,8 +35,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-def told(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert generate.main([str(folder), *arguments, "--json", "--device", "cpu"]) == 0
+def answer(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert generate.main([str(folder), TEXT, *arguments, "--json", "--device", "cpu"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -50,27 +47,27 @@ def test_temperature_zero_is_the_likeliest_token_each_time(llama: Path, capsys: 
     with torch.no_grad():
         for _ in range(20):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    found = told(llama, TEXT, "--max-tokens", "20", "--temperature", "0", capsys=capsys)
+    found = answer(llama, "--max-tokens", "20", "--temperature", "0", capsys=capsys)
     assert found["tokens"] == tokens[-20:]
     assert found["continuation"] == AutoTokenizer.from_pretrained(llama).decode(tokens[-20:])
 
 
 def test_a_seed_gives_the_same_text_and_another_another(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And top-k 1 leaves nothing to chance."""
-    one, again, other = (told(llama, TEXT, "--max-tokens", "30", "--seed", seed, capsys=capsys) for seed in "112")
+    one, again, other = (answer(llama, "--max-tokens", "30", "--seed", seed, capsys=capsys) for seed in "112")
     assert one == again
     assert one["tokens"] != other["tokens"]
-    greedy = told(llama, TEXT, "--max-tokens", "30", "--temperature", "0", capsys=capsys)
+    greedy = answer(llama, "--max-tokens", "30", "--temperature", "0", capsys=capsys)
     for narrowed in (["--top-k", "1"], ["--top-p", "1e-9"]):
-        assert told(llama, TEXT, "--max-tokens", "30", *narrowed, capsys=capsys)["tokens"] == greedy["tokens"]
+        assert answer(llama, "--max-tokens", "30", *narrowed, capsys=capsys)["tokens"] == greedy["tokens"]
 
 
 def test_settings_of_the_folder_do_not_change_what_the_flags_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_llama(tmp_path)
-    before = [told(folder, TEXT, "--max-tokens", "20", *said, capsys=capsys) for said in ([], ["--temperature", "0"])]
+    before = [answer(folder, "--max-tokens", "20", *options, capsys=capsys) for options in ([], ["--temperature", "0"])]
     settings = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 3.0, "max_new_tokens": 5}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    after = [told(folder, TEXT, "--max-tokens", "20", *said, capsys=capsys) for said in ([], ["--temperature", "0"])]
+    after = [answer(folder, "--max-tokens", "20", *options, capsys=capsys) for options in ([], ["--temperature", "0"])]
     assert before == after
 
 
@@ -81,7 +78,7 @@ def test_characters_are_written_when_they_are_whole(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for added in ("ß🙂é and a".encode(), b"\xf0\x9f\x99a", b"\xff\xfe\xe2\x82\xacx\xe2", b"\xc3"):
         pieces: list[str] = []
-        written = Written(tokenizer, pieces.append)
+        written = Streamer(tokenizer, pieces.append)
         written.put(torch.tensor([list("Prömpt".encode())]))
         for byte in added:
             written.put(torch.tensor([byte]))
@@ -99,48 +96,41 @@ def test_a_space_that_a_token_begins_with_is_kept(tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2}, unk_token="three"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     pieces: list[str] = []
-    written = Written(PreTrainedTokenizerFast(tokenizer_object=made), pieces.append)
+    written = Streamer(PreTrainedTokenizerFast(tokenizer_object=made), pieces.append)
     for token in ([[0]], [1], [2], [1]):
         written.put(torch.tensor(token))
     written.end()
     assert pieces == [" two", "three", " two"]
 
 
-def test_the_command_streams_and_reads_stdin(llama: Path) -> None:
-    command = [sys.executable, "-m", "launch.cli", "generate", str(llama), "--max-tokens", "9", "--temperature", "0"]
-    outputs = [
-        subprocess.run(
-            [*command, *given], cwd=REPOSITORY, env=clean_environment(), input=typed, capture_output=True, text=True, check=True
-        )
-        for given, typed in (([TEXT], ""), ([], TEXT))
-    ]
-    assert outputs[0].stdout == outputs[1].stdout
-    assert outputs[0].stdout.startswith(TEXT)
-    assert len(outputs[0].stdout) > len(TEXT) + 1
-    assert outputs[0].stderr == ""
+def test_the_command_reads_stdin(llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = []
+    for words, typed in (([TEXT], ""), ([], TEXT)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert generate.main([str(llama), *words, "--max-tokens", "9", "--temperature", "0"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith(TEXT)
+    assert len(outputs[0]) > len(TEXT) + 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert generate.main([str(llama), "--max-tokens", "3"]) == 0, "an empty text begins a document"
 
 
-def test_a_window_that_is_full_is_said(
-    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_window_is_reported(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(llama), "x" * 60, "--temperature", "0"]) == 0
     assert "note: at most 4 tokens will be generated: the model takes 64, and the text has 60" in capsys.readouterr().err
-    with pytest.raises(
-        DataError, match="the text has 64 tokens, and the model takes 64 including generated ones: shorten the text"
-    ):
+    with pytest.raises(DataError, match="the text has 64 tokens, and the model takes 64 including generated ones: shorten"):
         generate.main([str(llama), "x" * 64])
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert generate.main([str(llama), "--max-tokens", "3"]) == 0  # begins a document
 
 
 def test_it_stops_where_a_text_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_llama(tmp_path)
-    on = told(folder, TEXT, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
+    on = answer(folder, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
     assert not on["ended"]
     assert len(on["tokens"]) == 5
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": on["tokens"][2]}))
-    ended = told(folder, TEXT, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
+    ended = answer(folder, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
     assert ended["ended"]
     assert ended["tokens"] == on["tokens"][: on["tokens"].index(on["tokens"][2]) + 1]
 
@@ -151,9 +141,7 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> Non
             generate.main([str(folder), "a", *more])
         return str(caught.value)
 
-    assert "it has no config.json. Give a finished run, or a transformers folder" in refused(tmp_path / "none")
-    (tmp_path / "checkpoints").mkdir()
-    assert f"is an unfinished run: export its newest checkpoint with `samerun export {tmp_path}`" in refused(tmp_path)
+    assert "has no config.json of a language model: give a finished run, " in refused(tmp_path / "none")
     (tmp_path / "config.json").write_text("{}")
     assert f"transformers cannot load the model of {tmp_path}: " in refused(tmp_path)
     gpt2 = tmp_path / "gpt2"
@@ -162,3 +150,43 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> Non
     (gpt2 / "tokenizer.json").write_text("{")
     assert f"transformers cannot load the tokenizer of {gpt2}: " in refused(gpt2)
     assert "--device moon is not available: " in refused(llama, "--device", "moon", error=DeviceError)
+
+
+# Samples during training
+
+
+@torch.no_grad()
+def test_samples_continue_as_the_model_does(tmp_path: Path) -> None:
+    """A model that is sure writes what transformers' greedy generation writes, and is called once for each token."""
+    model, calls = LlamaForCausalLM.from_pretrained(save_llama(tmp_path)).eval(), []
+    model.lm_head.weight.mul_(1e4)
+    tokens = torch.randint(97, 122, (3, 2 * SAMPLE_TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def counted(**named: Any) -> Any:
+        calls.append(named["input_ids"].shape)
+        return model(**named)
+
+    begin, added = continuations(counted, tokens)
+    assert torch.equal(begin, tokens[:, :PROMPT_TOKENS])
+    assert calls == [(3, PROMPT_TOKENS + number) for number in range(SAMPLE_TOKENS)]
+    expected = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=False, max_new_tokens=SAMPLE_TOKENS)
+    assert torch.equal(torch.cat([begin, added], dim=1), expected)
+
+
+@torch.no_grad()
+def test_samples_are_drawn_by_the_generator_with_the_probabilities_of_the_model(llama: Path) -> None:
+    """In 4000 equal rows: chi-squared of the 257 counts, within five standard deviations of its mean."""
+    model = LlamaForCausalLM.from_pretrained(llama).eval()
+    tokens = torch.randint(97, 122, (2, 64), generator=torch.Generator().manual_seed(1))
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(samples(model, tokens, Bytes()))
+    assert found[0] == found[1] != found[2]
+    assert [prompt for prompt, _ in found[0]] == [bytes(row[:PROMPT_TOKENS].tolist()).decode() for row in tokens]
+    model.lm_head.weight.mul_(0.1)
+    rows = torch.full((4000, 2), 97)
+    expected = 4000 * model(rows[:1, :1]).logits[0, -1].double().softmax(-1)
+    _, added = continuations(model, rows)
+    counts = torch.bincount(added[:, 0], minlength=257)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 256 + 5 * (2 * 256) ** 0.5

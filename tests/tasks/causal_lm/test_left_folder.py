@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app import export
 from app.checkpoints import stored_weights
 from app.errors import DataError
-from app.tasks.causal_lm import transformers_folder
+from app.tasks.causal_lm import configuration
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.token_writer import writing
 from app.tasks.causal_lm.data.tokenizers import Bytes
@@ -39,22 +41,18 @@ CASES = {
 }
 
 
-class Runs(dict[str, Path]):
-    """The run folder of each case, made when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __missing__(self, case: str) -> Path:
-        preset, processes, keys = CASES[case]
-        train(preset, self._folder / case, *SMALL, *keys, processes=processes).check()
-        self[case] = self._folder / case
-        return self[case]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run folder of each case, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def run(case: str) -> Path:
+        preset, processes, keys = CASES[case]
+        train(preset, folder / case, *SMALL, *keys, processes=processes).check()
+        return folder / case
+
+    return run
 
 
 def perplexities(folder: Path, rows: list[torch.Tensor]) -> dict[str, float]:
@@ -71,9 +69,8 @@ def perplexities(folder: Path, rows: list[torch.Tensor]) -> dict[str, float]:
     return {"loss": nats / targets, "perplexity": math.exp(nats / targets), "bits_per_byte": nats / math.log(2) / text}
 
 
-def rows_of(split: str, most: int | None = None) -> list[torch.Tensor]:
-    tokens = torch.from_numpy(store.open_embedded(split).tokens.astype(np.int64))
-    return [tokens[start : start + LENGTH + 1] for start in range(0, len(tokens) - 1, LENGTH)][:most]
+def rows_of(tokens: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(tokens[at : at + LENGTH + 1].astype(np.int64)) for at in range(0, len(tokens) - 1, LENGTH)]
 
 
 def evaluated(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -86,9 +83,9 @@ def evaluated(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("case", ["untied", *(pytest.param(case, marks=pytest.mark.slow) for case in ("fsdp2", "zero3"))])
-def test_transformers_loads_what_a_run_leaves(runs: Runs, tmp_path: Path, case: str) -> None:
+def test_transformers_loads_what_a_run_leaves(run_of: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     """Nothing is missing or too much, names are those of `save_pretrained`, logits and scores are the run's."""
-    folder = runs[case]
+    folder = run_of(case)
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
     model.save_pretrained(tmp_path)
@@ -104,7 +101,10 @@ def test_transformers_loads_what_a_run_leaves(runs: Runs, tmp_path: Path, case: 
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id == Bytes.eos_id
-    result, expected = json.loads((folder / "result.json").read_text()), perplexities(folder, rows_of("test"))
+    result, expected = (
+        json.loads((folder / "result.json").read_text()),
+        perplexities(folder, rows_of(store.open_embedded("test").tokens)),
+    )
     assert {name: result[f"test_{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -114,32 +114,9 @@ def test_transformers_loads_what_a_run_leaves(runs: Runs, tmp_path: Path, case: 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_an_export_in_parts_is_the_same_folder(runs: Runs, tmp_path: Path) -> None:
-    folder, out = runs["fsdp2"], tmp_path / "out"
-    assert export.main([str(folder), "--out", str(out), "--part-gb", "2e-5"]) == 0
-    assert len(list(out.glob("model-*.safetensors"))) > 2
-    model, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(told.values()), told
-    whole = load_file(folder / "model.safetensors")
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
-    for file in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "recipe.yaml",
-        "model.json",
-    ):
-        assert (out / file).read_bytes() == (folder / file).read_bytes()
-    assert "validation loss" in (out / "README.md").read_text()
-    assert evaluated(out, "--split", "validation") == evaluated(folder, "--split", "validation")
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_evaluate_scores_any_folder_of_transformers_on_any_text(runs: Runs, tmp_path: Path) -> None:
+def test_evaluate_scores_any_folder_of_transformers_on_any_text(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Ours, one that transformers wrote, on the embedded text and on another; not on text of another tokenizer."""
-    ours, plain, text = runs["untied"], tmp_path / "plain", tmp_path / "text"
+    ours, plain, text = run_of("untied"), tmp_path / "plain", tmp_path / "text"
     AutoModelForCausalLM.from_pretrained(ours).save_pretrained(plain)
     AutoTokenizer.from_pretrained(ours).save_pretrained(plain)
     for name in Bytes().files():
@@ -148,8 +125,7 @@ def test_evaluate_scores_any_folder_of_transformers_on_any_text(runs: Runs, tmp_
     with writing(text, Bytes().about, Bytes().files(), token_bytes=Bytes().token_bytes) as writer:
         for split in ("validation", "test"):  # and nothing to train on
             writer.append(split, document, np.array([len(document)]))
-    tokens = torch.from_numpy(document.astype(np.int64))
-    expected = perplexities(plain, [tokens[at : at + LENGTH + 1] for at in range(0, len(tokens) - 1, LENGTH)])
+    expected = perplexities(plain, rows_of(document))
     for folder in (ours, plain):
         length = f"data.sequence_length={LENGTH}"
         found = evaluated(folder, f"data.path={text}", length)
@@ -182,15 +158,12 @@ def test_the_best_of_a_run_goes_on_with_a_text(tmp_path: Path, capsys: pytest.Ca
     assert told[0] == told[1] != told[2]
 
 
-def test_a_tokenizer_that_is_gone_or_another_is_said(tmp_path: Path) -> None:
-    tokenizer = {**Bytes().about, "kind": "transformers", "digest": "1" * 32}
-    with pytest.raises(
-        DataError, match=r"text does not contain the tokenizer .* export only the weights \(--out FILE\.safetensors\)"
-    ):
-        transformers_folder.tokenizer_files(str(tmp_path / "text"), tokenizer)
+def test_another_tokenizer_in_the_token_folder_is_refused(tmp_path: Path) -> None:
+    tokenizer, path = {**Bytes().about, "kind": "transformers", "digest": "1" * 32}, str(tmp_path / "text")
     document = Bytes().document("a text")
     with writing(tmp_path / "text", tokenizer, {"tokenizer.json": b"{}"}, token_bytes=None) as writer:
         writer.append("train", document, np.array([len(document)]))
-    assert transformers_folder.tokenizer_files(str(tmp_path / "text"), tokenizer) == {"tokenizer.json": b"{}"}
-    with pytest.raises(DataError, match="put the other one back"):
-        transformers_folder.tokenizer_files(str(tmp_path / "text"), {**tokenizer, "digest": "2" * 32})
+    assert configuration.tokenizer_files(path, tokenizer) == {"tokenizer.json": b"{}"}
+    for place, info in ((path, {**tokenizer, "digest": "2" * 32}), (str(tmp_path / "gone"), tokenizer)):
+        with pytest.raises(DataError, match=r"does not contain the tokenizer .* export only the weights \(--out FILE\.safeten"):
+            configuration.tokenizer_files(place, info)

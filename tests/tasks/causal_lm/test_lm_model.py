@@ -15,8 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from app.errors import RecipeError
 from app.init import filling
 from app.recipe.recipe_file import load
-from app.tasks.causal_lm import configuration, model
-from app.tasks.causal_lm.head import Head
+from app.tasks.causal_lm import model
+from app.tasks.causal_lm.configuration import network_config
+from app.tasks.causal_lm.model import IGNORED, Head
 from app.tasks.causal_lm.sections import DataRecipe, ModelRecipe, Sections
 from app.tasks.causal_lm.task import CausalLM
 
@@ -28,7 +29,6 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 5.0, "layer_types": None},
 }
 FACTS = {"vocab_size": 97, "sequence_length": 24, "tokenizer": {}, "document_masks": False}
-IGNORED = -100
 
 
 def built(architecture: str, *, seed: int = 0, **keys: Any) -> nn.Module:
@@ -60,11 +60,12 @@ def theirs(network: nn.Module) -> nn.Module:
     return own.train()
 
 
-@pytest.mark.parametrize("architecture", [*sorted(model.PLAIN), "gemma2", "cohere", "granite"])
-@pytest.mark.parametrize("head", ["chunked", "whole"])
+@pytest.mark.parametrize(
+    ("architecture", "head"),
+    [*((name, "chunked") for name in sorted(model.PLAIN)), *((it, "auto") for it in ("llama", "gemma2", "cohere", "granite"))],
+)
 def test_loss_and_gradient_are_those_of_transformers(architecture: str, head: str) -> None:
-    is_plain = architecture in model.PLAIN
-    ours = built(architecture, head=head if is_plain else "auto")
+    ours = built(architecture, head=head)
     other = theirs(ours)
     tokens, labels = rows()
     found = ours(input_ids=tokens, labels=labels)
@@ -75,7 +76,7 @@ def test_loss_and_gradient_are_those_of_transformers(architecture: str, head: st
     count = int((labels != IGNORED).sum())
     in_float32 = other.loss_function(logits, None, vocab_size=97, num_items_in_batch=count, shift_labels=labels) * count
     torch.testing.assert_close(found.float(), in_float32, rtol=1e-6, atol=0)
-    assert isinstance(ours.get_output_embeddings(), Head) == is_plain
+    assert isinstance(ours.get_output_embeddings(), Head) == (architecture in model.PLAIN)
     torch.testing.assert_close(found, told, rtol=1e-12, atol=0)
     for (name, one), (_, another) in zip(ours.named_parameters(), other.named_parameters(), strict=True):
         if one.grad is not None or another.grad is not None:
@@ -126,13 +127,6 @@ def test_without_labels_it_is_transformers_own() -> None:
     assert type(network).__name__ == "LlamaForCausalLM"
 
 
-def test_the_sliding_window_is_seen() -> None:
-    tokens, labels = rows()
-    narrow, wide = built("mistral"), built("mistral", settings={"sliding_window": 1000})
-    near, far = (network(input_ids=tokens, labels=labels, by_row=True)[1] for network in (narrow, wide))
-    assert (near - far).abs() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -162,28 +156,23 @@ def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.M
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
     transformers.MistralConfig(**sizes, sliding_window=7, attention_dropout=0.3).save_pretrained(tmp_path)
     recipe = ModelRecipe(path="$WEIGHTS", settings={"sliding_window": 9})
-    found = configuration.config_of(recipe, vocab_size=97, sequence_length=24)
+    found = network_config(recipe, vocab_size=97, sequence_length=24)
     assert type(found) is transformers.MistralConfig
     assert (found.hidden_size, found.num_key_value_heads, found.sliding_window, found.attention_dropout) == (32, 2, 9, 0.0)
     assert isinstance(model.build(recipe, FACTS).get_output_embeddings(), Head)
     for text, problem in {
         '{"model_type": "mistral", "hidden_size": "wide"}': "transformers refuses this mistral:",
         '{"model_type": "bert"': "its config.json is not one of transformers",
-        '{"hidden_size": 32}': "its config.json is not one of transformers",
+        '{"hidden_size": 32}': "model_type in the config.json of model.path=.WEIGHTS is None",
         '{"model_type": "clip"}': "transformers has no such causal language model",
+        None: "config.json is missing .* give a transformers folder",
     }.items():
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
         with pytest.raises(RecipeError, match=problem):
-            configuration.config_of(ModelRecipe(path="$WEIGHTS"), vocab_size=None, sequence_length=None)
+            network_config(ModelRecipe(path="$WEIGHTS"))
     assert [*Sections(model=ModelRecipe(path="$WEIGHTS", layers=3)).contradictions()] == [
         'model.layers is 3 and model.path is "$WEIGHTS": the config.json of path sets layers too: remove one'
     ]
-
-
-def test_a_name_of_the_hub_is_looked_for_on_this_machine_alone() -> None:
-    recipe = ModelRecipe(path="nobody/nothing", revision="0" * 40)
-    with pytest.raises(RecipeError, match=r"config.json is missing .* set model.download=true"):
-        configuration.config_of(recipe, vocab_size=None, sequence_length=None)
 
 
 def test_sections_that_contradict_themselves() -> None:
@@ -202,9 +191,9 @@ def test_sections_that_contradict_themselves() -> None:
 
 def test_dropout_is_that_of_the_recipe() -> None:
     recipe = ModelRecipe(architecture="gpt2", dropout=0.25, **TINY)
-    config = configuration.config_of(recipe, vocab_size=97, sequence_length=24)
+    config = network_config(recipe, vocab_size=97, sequence_length=24)
     assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.0)
-    assert configuration.config_of(ModelRecipe(), vocab_size=None, sequence_length=None).resid_pdrop == 0
+    assert network_config(ModelRecipe()).resid_pdrop == 0
 
 
 def test_the_sizes_of_gpt3_are_those_of_its_table() -> None:
@@ -225,7 +214,7 @@ def test_the_sizes_of_gpt3_are_those_of_its_table() -> None:
         assert tokens * (recipe.optim.warmup_steps or 0) == pytest.approx(375e6, rel=0.01)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "mistral", "gemma"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma"])
 def test_initial_weights_follow_the_rules_of_transformers(architecture: str) -> None:
     """Drawn unit by unit, they are as in a network that transformers draws: deviations, ones, zeros, ties, rotary buffers."""
     recipe = ModelRecipe(architecture=architecture, hidden_size=128, layers=3, heads=4)
@@ -244,3 +233,36 @@ def test_initial_weights_follow_the_rules_of_transformers(architecture: str) -> 
         assert torch.equal(one, other), name
     is_tied = [network.get_output_embeddings().weight is network.get_input_embeddings().weight for network in (found, told)]
     assert is_tied[0] == is_tied[1] == found.config.tie_word_embeddings
+
+
+def head_in_half_precision(*, chunked: bool, autocast: bool, by_row: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss of two rows of more tokens than a chunk has, and the gradients of its inputs and weights."""
+    drawn = torch.Generator().manual_seed(0)
+    linear = nn.Linear(16, 300, bias=False)
+    nn.init.normal_(linear.weight, generator=drawn)
+    hidden = torch.randn(2, 260, 16, generator=drawn)
+    labels = torch.randint(0, 300, (2, 260), generator=drawn)
+    labels[0, ::3] = IGNORED
+    head = Head(linear, chunked=chunked)
+    if not autocast:
+        head, hidden = head.bfloat16(), hidden.bfloat16()
+    hidden.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = head(hidden, labels, by_row=by_row)
+    loss.sum().backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is not None
+    return loss.detach(), hidden.grad, head.weight.grad
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_half_precision_in_chunks_is_that_of_all_logits(autocast: bool, by_row: bool) -> None:
+    """torch's own chunks add half-precision losses up in half precision, and miss by 6 % for 2,048 tokens."""
+    whole = head_in_half_precision(chunked=False, autocast=autocast, by_row=by_row)
+    chunked = head_in_half_precision(chunked=True, autocast=autocast, by_row=by_row)
+    assert chunked[0].dtype == torch.float32
+    assert chunked[0].shape == ((2,) if by_row else ())
+    assert torch.allclose(chunked[0], whole[0], rtol=1e-6)
+    for ours, theirs in zip(chunked[1:], whole[1:], strict=True):
+        assert (ours - theirs).float().norm() <= 2**-8 * theirs.float().norm()  # half a digit of bfloat16

@@ -8,7 +8,6 @@ import itertools
 import json
 import lzma
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,19 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import DataError
+from app.errors import DataError, UsageError
 from app.tasks.causal_lm.data import texts
-from app.tasks.causal_lm.data.texts import Asked, Piece, Texts
+from app.tasks.causal_lm.data.texts import Piece, SourceOptions
 
 TEXTS = ["Call me Ishmael.", "Grüße\nan den Wal \N{WHALE}\r\n", "", " ", "line\u2028separator\x85", "x" * 5000, "the end"]
 END = "<|endoftext|>"
 
 
-def read(sources: Sequence[Path | str], asked: Asked = Asked()) -> list[Any]:  # noqa: B008 - frozen
-    """All rows, or of those that cannot be read why."""
-    found = texts.find([str(source) for source in sources], asked)
-    pieces = itertools.chain.from_iterable(found.parts)
-    rows = itertools.chain.from_iterable(texts.rows(piece, found) for piece in pieces)
+def read(sources: Sequence[Path | str], **options: Any) -> list[Any]:
+    """Return all rows, or the reason for those that cannot be read."""
+    asked = SourceOptions(**options)
+    parts = texts.find([str(source) for source in sources], asked).parts
+    rows = itertools.chain.from_iterable(texts.rows(piece, asked) for part in parts for piece in part)
     return [row if isinstance(row, str) else row[asked.columns[0]] for _, row in rows]
 
 
@@ -66,32 +65,32 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_has_the_same_documents(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
-    assert read([tmp_path / name], Asked(separator=END)) == TEXTS
+    assert read([tmp_path / name], separator=END) == TEXTS
 
 
-def test_files_in_folders_come_in_the_order_of_their_names_and_others_are_told(tmp_path: Path) -> None:
+def test_files_in_folders_come_in_the_order_of_their_names_and_others_are_reported(tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / "deep" / str(number)).mkdir(parents=True)
         (tmp_path / "deep" / str(number) / "a.txt").write_text(text, newline="")
-    (tmp_path / "README.md").touch()
+    (tmp_path / "README.md").write_text("read me")
     (tmp_path / ".hidden.txt").write_text("no")
     assert read([tmp_path]) == TEXTS
-    (said,) = texts.find([str(tmp_path)], Asked()).not_read
-    assert said.startswith(f"{tmp_path}: 2 files or folders left out: 1 .md, 1 hidden, such as ")
+    (note,) = texts.find([str(tmp_path)], SourceOptions()).not_read
+    assert note.startswith(f"{tmp_path}: 2 files or folders left out: 1 .md, 1 hidden, such as ")
     assert read([tmp_path / "deep" / "[12]" / "*.txt", tmp_path / "deep" / "0" / "a.txt"]) == [TEXTS[1], TEXTS[2], TEXTS[0]]
     assert read([tmp_path / "deep" / "*"]) == TEXTS
-    assert read([tmp_path / "README.md"], Asked(kind="text")) == [""]
+    assert read([tmp_path / "README.md"], kind="text") == ["read me"]
 
 
 @settings(max_examples=150)
 @given(
     cuts=st.lists(st.integers(1, 400), max_size=8), documents=st.lists(st.text("ab<|>\n", max_size=12), min_size=1, max_size=12)
 )
-def test_a_document_is_read_once_wherever_a_file_is_divided(
+def test_a_document_is_read_once_wherever_a_file_is_split(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], documents: list[str]
 ) -> None:
     place = tmp_path_factory.mktemp("cut")
-    asked = Asked(separator="<|")
+    asked = SourceOptions(separator="<|")
     (place / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     (place / "a.txt").write_text("<|".join(documents))
     for name in ("a.jsonl", "a.txt"):
@@ -99,29 +98,24 @@ def test_a_document_is_read_once_wherever_a_file_is_divided(
         if whole is None:
             continue
         ends = sorted({0, whole.stop, *(cut for cut in cuts if cut < whole.stop)})
-        pieces = [replace(whole, start=start, stop=stop) for start, stop in itertools.pairwise(ends)]
-        rows = [row for piece in pieces for row in texts.rows(piece, Texts([], asked))]
-        right = list(texts.rows(whole, Texts([], asked)))
-        assert [row for _, row in rows] == [row for _, row in right]
-        where = [texts.place(piece, number) for piece in pieces for number, _ in texts.rows(piece, Texts([], asked))]
-        assert where == [texts.place(whole, number) for number, _ in right]
+        pieces = [whole._replace(start=start, stop=stop) for start, stop in itertools.pairwise(ends)]
+        right = list(texts.rows(whole, asked))
+        assert [row for piece in pieces for row in texts.rows(piece, asked)] == right
+        if name == "a.jsonl":
+            places = [texts.place(piece, position) for piece in pieces for position, _ in texts.rows(piece, asked)]
+            assert places == [f"{place / name}, line {number}" for number in range(1, len(documents) + 1)]
 
 
-def test_large_files_are_divided_and_small_ones_put_together(tmp_path: Path) -> None:
-    (tmp_path / "large.jsonl").write_bytes(lines() * 800)
-    (tmp_path / "overlapping.txt").write_bytes(b"a\n\n\nb" * 500_000)
+def test_large_files_are_split_and_small_ones_grouped(tmp_path: Path) -> None:
+    (tmp_path / "large.jsonl").write_bytes(lines() * 3000)
+    (tmp_path / "overlapping.txt").write_bytes(b"a\n\n\nb" * 1_000_000)
     for number in range(50):
         (tmp_path / f"small{number:02}.txt").write_text("small")
-    found = texts.find([str(tmp_path)], Asked(separator="\n\n"))
+    found = texts.find([str(tmp_path)], SourceOptions(separator="\n\n"))
     names = [{Path(piece.path).name for piece in part} for part in found.parts]
     assert sum("large.jsonl" in part for part in names) > 3
     assert sum("overlapping.txt" in part for part in names) == 1, "two newlines can overlap: it is read from its beginning"
     assert sum("small00.txt" in part and "small49.txt" in part for part in names) == 1
-    assert read([tmp_path], Asked(separator="\n\n")) == [
-        *TEXTS * 800,
-        *"a\n\n\nb".join([""] * 500_001).split("\n\n"),
-        *["small"] * 50,
-    ]
 
 
 def cut(content: bytes) -> bytes:
@@ -139,44 +133,34 @@ BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.parquet", b"nothing of the kind", {}, "a.parquet is not a readable parquet file"),
     ("a.doc", b"", {}, "a.doc has an unknown suffix (known: .txt, "),
     ("a.parquet", b"", {"columns": ("words",)}, "has no column 'words'; there are 'number', 'text'"),
+    ("a.jsonl", b"", {"split": "more"}, "the split more is for data sets, and all sources are files"),
     ("saved", b"", {"split": "more"}, "saved cannot be opened (--split more)"),
+    ("nothing.jsonl", b"", {}, "nothing.jsonl: no such file or folder"),
+    ("*.txt", b"", {}, "*.txt: no file matches"),
+    (".", b"", {}, "contains no text files (.txt, "),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "asked", "text"), BAD)
-def test_what_cannot_be_read_is_said(tmp_path: Path, name: str, content: bytes, asked: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("name", "content", "options", "text"), BAD)
+def test_what_cannot_be_read_is_reported(tmp_path: Path, name: str, content: bytes, options: dict[str, Any], text: str) -> None:
     path = tmp_path / name
     if content:
         path.write_bytes(content)
     elif name in WRITERS:
         WRITERS[name](path)
-    else:
+    elif name == "a.doc":
         path.touch()
     try:
-        said = [row for row in read([path], Asked(**asked)) if row not in TEXTS]
-    except DataError as error:
-        said = [str(error)]
-    assert said
-    assert text in said[0]
+        reasons = [row for row in read([path], **options) if row not in TEXTS]
+    except (DataError, UsageError) as error:
+        reasons = [str(error)]
+    assert text in reasons[0]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for source, text in {
-        "nowhere/at/all": "nowhere/at/all: no such file or folder",
-        "nothing.jsonl": "nothing.jsonl: no such file or folder",
-        str(tmp_path / "*.jsonl"): "*.jsonl: no file matches",
-        str(tmp_path / "empty"): "empty contains no text files (.txt, ",
-    }.items():
-        with pytest.raises(DataError) as caught:
-            read([source])
-        assert text in str(caught.value)
-
-
-def test_places_are_named_as_people_count_them(tmp_path: Path) -> None:
+def test_rows_of_tables_are_numbered_within_the_file(tmp_path: Path) -> None:
     as_parquet(tmp_path / "a.parquet")
-    assert texts.place(Piece("parquet", str(tmp_path / "a.parquet"), 1, 2, 0, ""), 1).endswith("a.parquet, row 3")
-    assert texts.place(Piece("datasets", "name", 10, 20, 0, ""), 1) == "name, row 11"
-    (tmp_path / "a.jsonl").write_bytes(lines())
-    first = len(lines().split(b"\n")[0])
-    assert texts.place(Piece("jsonl", str(tmp_path / "a.jsonl"), first, 10**6, 0, ""), 0).endswith("a.jsonl, line 2")
+    piece = Piece("parquet", str(tmp_path / "a.parquet"), 1, 2, 0)
+    assert [texts.place(piece, position) for position, _ in texts.rows(piece, SourceOptions())] == [
+        f"{tmp_path}/a.parquet, row 2",
+        f"{tmp_path}/a.parquet, row 3",
+    ]

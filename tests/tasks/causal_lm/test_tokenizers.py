@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizer import chapters, write_tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -46,8 +44,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.train_from_iterator([chapter.decode() for chapter in embedded_documents()["test"]], trainer)
     made.add_tokens([AddedToken("Ishm\u00e4el", special=False)])
     folder = tmp_path_factory.mktemp("bpe")
-    made.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_TEXT).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,55 +69,45 @@ def sentence_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None, max_examples=100)
 @given(text=st.text(max_size=60))
 def test_bytes_are_the_same_by_transformers(loaded_bytes: Tokenizer, text: str) -> None:
-    """What `AutoTokenizer` makes of the folder that a run leaves is what the run was trained with."""
-    ours = Bytes()
-    for special in (False, True):
-        (mine,), (theirs,) = ours.encode([text], special=special), loaded_bytes.encode([text], special=special)
-        assert mine.tolist() == theirs.tolist()
-    assert ours.documents([text])[0].tolist() == loaded_bytes.documents([text])[0].tolist() == [*text.encode(), 256]
-    assert ours.decode(mine) == loaded_bytes.decode(mine) == text
+    """What `AutoTokenizer` makes of the exported folder is what the run was trained with."""
+    (mine,), (theirs,) = Bytes().documents([text]), loaded_bytes.documents([text])
+    assert mine.tolist() == theirs.tolist() == [*text.encode(), 256]
+    assert Bytes().decode(mine) == loaded_bytes.decode(mine) == text
+    with_special = f"{text}{END_OF_TEXT}{text}"
+    assert Bytes().encode_with_special(with_special) == loaded_bytes.tokenizer(with_special)["input_ids"]
 
 
 def test_bytes_have_the_numbers_of_the_bytes(loaded_bytes: Tokenizer) -> None:
     ours = Bytes()
-    assert ours.encode([f"h\u00e9{END_OF_TEXT}"], special=True)[0].tolist() == [104, 0xC3, 0xA9, 256]
-    assert ours.encode([END_OF_TEXT])[0].tolist() == list(END_OF_TEXT.encode())
-    assert ours.decode([104, 0xC3, 256, 104]) == loaded_bytes.decode([104, 0xC3, 256, 104]) == "h\ufffdh"
+    for special, text in ((False, "h\ufffdh"), (True, f"h\ufffd{END_OF_TEXT}h")):
+        assert ours.decode([104, 0xC3, 256, 104], special=special) == text
+        assert loaded_bytes.decode([104, 0xC3, 256, 104], special=special) == text
     assert np.array_equal(ours.token_bytes, loaded_bytes.token_bytes)
-    assert {key: loaded_bytes.about[key] for key in ("vocab_size", "eos_id", "bos_id")} == {
-        "vocab_size": 257,
-        "eos_id": 256,
-        "bos_id": None,
-    }
+    for key, value in {"vocab_size": 257, "eos_id": 256, "bos_id": None}.items():
+        assert ours.about[key] == loaded_bytes.about[key] == value
 
 
-def test_a_tokenizer_of_bytes_in_letters(byte_level: Path, tmp_path: Path) -> None:
+def test_a_byte_level_tokenizer(byte_level: Path, tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(byte_level))
     assert (tokenizer.about["eos_id"], tokenizer.about["bos_id"], tokenizer.about["vocab_size"]) == (0, None, 601)
-    plain = Backend.from_file(str(byte_level))
-    plain.encode_special_tokens = True
-    for text, ids, document in zip(TEXTS, tokenizer.encode(TEXTS), tokenizer.documents(TEXTS), strict=True):
-        assert ids.tolist() == plain.encode(text, add_special_tokens=False).ids
+    # The library's own call, which is slower.
+    own = tokenizer.tokenizer(TEXTS, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    for text, ids, document in zip(TEXTS, own, tokenizer.documents(TEXTS), strict=True):
         assert document.tolist() == [*ids, 0]
         assert 0 not in ids
         assert tokenizer.decode(ids) == text
         assert int(tokenizer.token_bytes[document].sum()) == len(text.encode())
-    assert 0 in tokenizer.encode([TEXTS[-1]], special=True)[0]
     (added,) = tokenizer.encode(["Ishm\u00e4el"])
     assert tokenizer.token_bytes[added].tolist() == [8]
 
     # A copy in another place is the same tokenizer, and its files are what AutoTokenizer loads.
-    folder = in_folder(tmp_path / "copy", tokenizer.files())
-    again = open_tokenizer(str(folder))
+    again = open_tokenizer(str(in_folder(tmp_path / "copy", tokenizer.files())))
     assert again.about["digest"] == tokenizer.about["digest"]
-    moved = shutil.copytree(in_folder(tmp_path / "twice", again.files()), tmp_path / "moved")
-    assert open_tokenizer(str(moved)).about["digest"] == tokenizer.about["digest"]
-    loaded = AutoTokenizer.from_pretrained(folder)
-    assert loaded(TEXTS[0])["input_ids"] == tokenizer.encode([TEXTS[0]])[0].tolist()
-    assert loaded.eos_token_id == 0
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert (loaded(TEXTS[0])["input_ids"], loaded.eos_token_id) == (own[0], 0)
 
 
-def test_a_tokenizer_of_pieces_begins_documents_as_it_does(sentence_pieces: Path) -> None:
+def test_a_tokenizer_with_a_beginning_token_begins_documents_with_it(sentence_pieces: Path) -> None:
     tokenizer = open_tokenizer(str(sentence_pieces))
     assert (tokenizer.about["eos_id"], tokenizer.about["bos_id"]) == (2, 1)
     text = "Call me \u6f22 Ishmael."
@@ -129,22 +117,12 @@ def test_a_tokenizer_of_pieces_begins_documents_as_it_does(sentence_pieces: Path
     assert tokenizer.decode(document) == text
 
 
-def test_what_is_no_tokenizer_is_said(byte_level: Path, tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused(byte_level: Path, tmp_path: Path) -> None:
     broken = in_folder(tmp_path / "broken", {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"})
-    for name in (str(broken), str(broken / "tokenizer.json"), str(tmp_path / "no" / "such" / "folder")):
+    for name in (str(broken), str(tmp_path / "no" / "such" / "folder")):
         with pytest.raises(DataError, match="transformers cannot load a tokenizer") as raised:
             open_tokenizer(name)
         assert "\n" not in str(raised.value)
-    nameless = byte_level.read_text().replace(END_OF_TEXT, "[nothing]")
-    path = in_folder(tmp_path / "nameless", {"tokenizer.json": nameless.encode()}) / "tokenizer.json"
+    nameless = in_folder(tmp_path / "nameless", {"tokenizer.json": (byte_level / "tokenizer.json").read_bytes()})
     with pytest.raises(DataError, match="has no end-of-text token"):
-        open_tokenizer(str(path))
-
-
-@pytest.mark.parametrize("special", [False, True])
-def test_tokens_are_those_of_the_librarys_own_call(tmp_path: Path, special: bool) -> None:
-    tokenizer = open_tokenizer(write_tokenizer(tmp_path / "small"))
-    texts = [*chapters()[4:6], "<|endoftext|>in <|im_end|>text", "", "Grüße \N{WHALE}"]
-    own = tokenizer.tokenizer(texts, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
-    assert [ids.tolist() for ids in tokenizer.encode(texts, special=special)] == own
-    assert (0 in own[2]) == special
+        open_tokenizer(str(nameless))

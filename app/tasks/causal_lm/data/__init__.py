@@ -1,1 +1,1 @@
-"""Where rows of tokens come from: token folders, nanoGPT's files, the embedded text; and the tokenizers that made them."""
+"""Where rows of tokens come from: token folders, the embedded text; and the tokenizers that made them."""

@@ -4,25 +4,23 @@ Concatenated, row i holds tokens i * S .. i * S + S of the split: every token bu
 row may be short. In an evaluation it is padded, and the padding does not count; in training it is left out (S - 1 targets at
 most), unless there is no other row.
 
-Packed, a row holds whole documents (`packing`). The first token of each is no target: nothing of it comes before. So what a
-document costs does not depend on its neighbours, if document masks keep them apart.
+Packed, a row holds whole documents (`token_writer`). The first token of each is no target: nothing of it comes before. So what
+a document costs does not depend on its neighbors, if document masks keep them apart.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from app.data.draws import HostDraws
 from app.data.samples import Layout
 from app.errors import DataError
-from app.tasks.causal_lm.data.store import Pieces, Tokens
+from app.tasks.causal_lm.data.store import Tokens
 
 
 class Rows:
@@ -30,7 +28,7 @@ class Rows:
 
     - `tokens`, int32 [B, S + 1]: inputs and, one further, targets;
     - `counted`, bool [B, S], only where not all targets count: whether the target does;
-    - `documents`, int32 [B, S], only with document masks: the number of the document of each input within its row;
+    - `documents`, int32 [B, S], only with document masks: a number of each input's document, another one for its neighbors;
     - `bytes`, int32 [B], only where they are known: bytes of text of the targets that count.
     """
 
@@ -42,36 +40,34 @@ class Rows:
     ) -> None:
         """Take the rows of a split, each with `sequence_length` targets; None: those that were packed.
 
-        With `document_masks` a batch says which document each token is of; `training` leaves a short last row out. Raises
-        DataError if the split has not what is asked for.
+        With `document_masks` a batch has the number of each token's document; `training` leaves a short last row out. Raises
+        DataError for packed rows of another length, and for a text without a target.
         """
-        self.split, self.sequence_length = split, _length_of(split, sequence_length)
-        self._masks, self._training = document_masks, training
-        if document_masks and split.documents is None:
-            raise DataError(
-                f"data.document_masks=true: {split.where} does not record where its documents begin; set it "
-                "to false, or tokenize the texts (samerun data tokenize)"
-            )
+        if split.packed is not None:
+            if sequence_length not in (None, split.sequence_length):
+                raise DataError(
+                    f"data.sequence_length={sequence_length}: the rows of {split.where} were packed for "
+                    f"{split.sequence_length}; remove the key, or pack them again (samerun data tokenize)"
+                )
+            sequence_length = split.sequence_length
+        assert sequence_length is not None, "set it, because the rows are not packed"
         if len(split.tokens) < 2:
             raise DataError(f"{split.where} has {len(split.tokens)} tokens; predicting one token needs at least 2")
-        self._rows: _Concatenated | _Packed
-        if split.packed is None:
-            self._rows = _Concatenated(split, self.sequence_length, training=training)
+        self.split, self.sequence_length = split, sequence_length
+        self._masks = document_masks
+        self.dropped_targets = 0
+        """Targets of a short last row, which training leaves out."""
+        if split.packed is not None:
+            self._size, self._some_count = len(split.packed.rows) - 1, True
         else:
-            self._rows = _Packed(split, self.sequence_length, split.packed)
+            full, rest = divmod(len(split.tokens) - 1, sequence_length)
+            is_padded = bool(rest) and not (training and full)
+            self.dropped_targets = 0 if is_padded else rest
+            self._size, self._some_count = full + is_padded, is_padded or split.counted is not None
         self._token_bytes = None if split.token_bytes is None else split.token_bytes.astype(np.int32)
 
     def __len__(self) -> int:
-        return self._rows.size
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made = functools.partial(Rows, document_masks=self._masks, training=self._training)
-        return made, (self.split, self.sequence_length)
-
-    @property
-    def dropped_targets(self) -> int:
-        """Targets that training does without: those of a short last row."""
-        return self._rows.dropped_targets
+        return self._size
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -85,7 +81,7 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """That of the tokens, and how they are divided into rows."""
+        """Fingerprint of the tokens, and how they are divided into rows."""
         kind = "packed rows" if self.split.packed is not None else "rows"
         return f"{self.split.fingerprint} in {kind} of {self.sequence_length}{' with document masks' if self._masks else ''}"
 
@@ -94,7 +90,7 @@ class Rows:
         """Shape, without the batch, and type of each field."""
         length = self.sequence_length
         fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {"tokens": ((length + 1,), np.dtype(np.int32))}
-        if self._rows.some_count:
+        if self._some_count:
             fields["counted"] = (length,), np.dtype(np.bool_)
         if self._masks:
             fields["documents"] = (length,), np.dtype(np.int32)
@@ -104,150 +100,80 @@ class Rows:
 
     def count(self, indices: np.ndarray) -> np.ndarray:
         """Return how many targets count in each of these rows, int64 [B], without a look at the tokens."""
-        return self._rows.count(indices)
+        if self.split.counts is not None:
+            return np.asarray(self.split.counts[indices], np.int64)
+        if self.split.counted is not None:
+            return np.asarray(self._counted(self._places(indices)).sum(1, dtype=np.int64))
+        left: np.ndarray = len(self.split.tokens) - 1 - indices.astype(np.int64) * self.sequence_length
+        return np.asarray(np.minimum(left, self.sequence_length))
+
+    def num_tokens(self, index: int) -> int:
+        """Return how many tokens of a row are no padding."""
+        return int((self._places(np.array([index])) < len(self.split.tokens)).sum())
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002  nothing is random
-        """Return the rows as the class says. Raises DataError for a token that is none of the vocabulary."""
+        """Return the rows, in the fields listed for the class. Raises DataError for a token outside the vocabulary."""
         memory = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in self.layout.items()}
         self.fetch_into(indices, memory)
         return {name: torch.from_numpy(array) for name, array in memory.items()}
 
     def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
         """Write what `fetch` returns into the fields' arrays."""
-        self._rows.write(indices, memory)
+        places, end = self._places(indices), len(self.split.tokens)
         tokens = memory["tokens"]
-        unsigned = tokens.view(np.uint32)  # of a damaged file of 32 bits, numbers beyond int32 as well
+        tokens[:] = self.split.tokens[np.minimum(places, end - 1)]
+        tokens[places == end] = 0
+        unsigned = tokens.view(np.uint32)  # a damaged file of 32 bits may have numbers beyond int32 as well
         if int(unsigned.max(initial=0)) >= self.split.vocab_size:
             row = int(indices[(unsigned >= self.split.vocab_size).any(1).argmax()])
             raise DataError(
                 f"row {row} of {self.split.where} has the token {unsigned.max()}, but the vocabulary has "
                 f"{self.split.vocab_size}: the file is damaged, or belongs to another vocabulary"
             )
-        if self._token_bytes is not None:
-            of_each = self._token_bytes.take(tokens[:, 1:])
-            if "counted" in memory:
-                of_each *= memory["counted"]
-            np.sum(of_each, axis=1, out=memory["bytes"])
-
-
-def _length_of(split: Tokens, asked: int | None) -> int:
-    stored = split.sequence_length
-    if split.packed is not None and stored is not None:
-        if asked not in (None, stored):
-            raise DataError(
-                f"data.sequence_length={asked}: the rows of {split.where} were packed for {stored}; remove "
-                "the key, or pack them again (samerun data tokenize)"
-            )
-        return stored
-    assert asked is not None, "set it, because the rows are not packed"
-    if asked < 1:
-        raise DataError(f"data.sequence_length={asked}: a row needs at least 1 token")
-    return asked
-
-
-class _Concatenated:
-    """Rows that follow one another in the split."""
-
-    def __init__(self, split: Tokens, length: int, *, training: bool) -> None:
-        self._tokens, self._documents, self._bits, self._length = split.tokens, split.documents, split.counted, length
-        self._full, rest = divmod(len(split.tokens) - 1, length)
-        padded = bool(rest) and not (training and self._full)
-        self.size, self.dropped_targets = self._full + padded, 0 if padded else rest
-        self.some_count = padded or self._bits is not None
-        item = split.tokens.itemsize
-        self._view = as_strided(split.tokens, (self._full, length + 1), (length * item, item), writeable=False)
-
-    def count(self, indices: np.ndarray) -> np.ndarray:
-        if self._bits is None:
-            left: np.ndarray = len(self._tokens) - 1 - indices.astype(np.int64) * self._length
-            return np.asarray(np.minimum(left, self._length))
-        counted = np.empty((len(indices), self._length), bool)
-        self._write_counted(indices, counted)
-        return np.asarray(counted.sum(1, dtype=np.int64))
-
-    def write(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        short = np.flatnonzero(indices == self._full)
-        if len(short):
-            last = self._tokens[self._full * self._length :]
-            memory["tokens"][:] = 0
-            memory["tokens"][short, : len(last)] = last
-            full = np.flatnonzero(indices != self._full)
-            memory["tokens"][full] = self._view[indices[full]]
-        else:
-            memory["tokens"][:] = self._view[indices]  # not `take`: it would copy the whole split first
         if "counted" in memory:
-            self._write_counted(indices, memory["counted"])
-        if "documents" in memory and self._documents is not None:
-            self._write_documents(indices, memory["documents"], self._documents)
-
-    def _write_counted(self, indices: np.ndarray, counted: np.ndarray) -> None:
-        places = (indices.astype(np.int64) * self._length)[:, None] + np.arange(1, self._length + 1)
-        if self._bits is None:
-            np.less(places, len(self._tokens), out=counted)
-        else:
-            counted[:] = _bits_at(self._bits, np.minimum(places, len(self._tokens) - 1))
-            counted &= places < len(self._tokens)
-
-    def _write_documents(self, indices: np.ndarray, numbers: np.ndarray, documents: np.ndarray) -> None:
-        """The end of the last document is in it as well: padding is no part of any."""
-        begins = documents.view(np.int64)
-        start = indices.astype(np.int64) * self._length
-        first, end = begins.searchsorted(start, side="right"), begins.searchsorted(start + self._length, side="left")
-        rows = np.repeat(np.arange(len(indices)), end - first)
-        numbers[:] = 0
-        numbers[rows, begins[_ranges(first, end - first)] - start[rows]] = 1
-        np.cumsum(numbers, axis=1, out=numbers)
-
-
-class _Packed:
-    """Rows of whole documents."""
-
-    dropped_targets = 0
-    some_count = True
-
-    def __init__(self, split: Tokens, length: int, pieces: Pieces) -> None:
-        assert split.counts is not None
-        self._tokens, self._bits, self._counts = split.tokens, split.counted, split.counts
-        self._pieces, self._length, self.size = pieces, length, len(pieces.rows) - 1
-
-    def count(self, indices: np.ndarray) -> np.ndarray:
-        return np.asarray(self._counts[indices], np.int64)
-
-    def write(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        first = self._pieces.rows[indices]
-        per_row = self._pieces.rows[indices + 1] - first
-        starts, lengths = self._pieces.spans[_ranges(first, per_row)].T
-        row = np.repeat(np.arange(len(indices)), per_row)
-        ends = np.cumsum(lengths)
-        before = np.concatenate([[0], ends[np.cumsum(per_row) - 1]])  # tokens in the rows before
-        width = self._length + 1
-        begins = row * width + (ends - lengths - before[row])  # where each piece begins in the batch
-        shape, places = (len(indices), width), _ranges(starts, lengths)
-        filled = np.arange(width) < np.diff(before)[:, None]
-
-        memory["tokens"][:] = 0
-        memory["tokens"][filled] = self._tokens[places]
-        if self._bits is not None:
-            counted = np.zeros(shape, bool)
-            counted[filled] = _bits_at(self._bits, places)
-        else:
-            counted = filled.copy()
-        counted.reshape(-1)[begins] = False
-        memory["counted"][:] = counted[:, 1:]
+            memory["counted"][:] = self._counted(places)
         if "documents" in memory:
-            marks = np.zeros(shape, np.int32)
-            marks.reshape(-1)[begins] = 1
-            short = np.flatnonzero(~filled[:, -1])
-            marks[short, np.diff(before)[short]] = 1  # padding is no part of any document
-            np.cumsum(marks[:, :-1], axis=1, out=memory["documents"])
-            memory["documents"] -= 1
+            numbers = self._documents(places)
+            memory["documents"][:] = (numbers - numbers[:, :1])[:, :-1]
+        if self._token_bytes is not None:
+            sizes = self._token_bytes.take(tokens[:, 1:])
+            if "counted" in memory:
+                sizes *= memory["counted"]
+            np.sum(sizes, axis=1, out=memory["bytes"])
+
+    def _places(self, indices: np.ndarray) -> np.ndarray:
+        """Return the places in the split of all tokens of rows, int64 [B, S + 1]; padding is at the end of the split."""
+        end, width = len(self.split.tokens), self.sequence_length + 1
+        if self.split.packed is None:
+            first = indices.astype(np.int64) * self.sequence_length
+            return np.asarray(np.minimum(first[:, None] + np.arange(width), end))
+        spans, rows = self.split.packed
+        places = np.full((len(indices), width), end)
+        first = rows[indices]
+        per_row = rows[indices + 1] - first
+        starts, lengths = spans[_ranges(first, per_row)].T
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        sizes = np.diff(bounds[np.concatenate([[0], np.cumsum(per_row)])])
+        places[np.arange(width) < sizes[:, None]] = _ranges(starts, lengths)
+        return places
+
+    def _documents(self, places: np.ndarray) -> np.ndarray:
+        """Return the number of each place's document, from 1; padding is in none of them."""
+        return np.asarray(self.split.documents.view(np.int64).searchsorted(places, side="right"))
+
+    def _counted(self, places: np.ndarray) -> np.ndarray:
+        """Return which targets count, bool [B, S]."""
+        targets = places[:, 1:]
+        counted = targets < len(self.split.tokens)
+        if (bits := self.split.counted) is not None:
+            at = np.minimum(targets, len(self.split.tokens) - 1)
+            counted &= (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).astype(bool)
+        if self.split.packed is not None:
+            numbers = self._documents(places)
+            counted &= numbers[:, 1:] == numbers[:, :-1]
+        return np.asarray(counted)
 
 
 def _ranges(first: np.ndarray, number: np.ndarray) -> np.ndarray:
     """Return first[0], first[0] + 1, ... (number[0] of them), first[1], ...: int64 [sum of number]."""
     return np.repeat(first - (np.cumsum(number) - number), number) + np.arange(number.sum())
-
-
-def _bits_at(bits: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the bits at int64 [...] of uint8 [...], the lowest first, as bool."""
-    return np.asarray(bits[places >> 3] >> (places & 7).astype(np.uint8) & 1, bool)
