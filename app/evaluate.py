@@ -23,7 +23,7 @@ from app.environment.launched import Launched, read
 from app.environment.slurm_variables import own_environment
 from app.errors import CheckpointError, DataError, SamerunError, UsageError, exits_refused, leave_with, printable
 from app.options import Parser
-from app.recipe import recipe_file, recipe_keys, task_file
+from app.recipe import recipe_file, task_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
 from app.runs import run_folder
@@ -149,7 +149,7 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
         if not arguments.best:
             run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # raises for a run that is not finished
         return recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
-    kinds = recipe_keys.kinds(_FOLDER_TASK)
+    kinds = recipe_file.kinds(_FOLDER_TASK)
     values = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
     values |= {"task": _FOLDER_TASK, "model.path": str(arguments.run), "model.dropout": "0"}
     values |= {} if arguments.recipe else {"data.sequence_length": "null"}

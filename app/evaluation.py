@@ -55,7 +55,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
+def evaluate(
     runtime: Runtime,
     task: Task,
     model: torch.nn.Module,

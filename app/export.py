@@ -33,7 +33,7 @@ from app.files.atomic_files import disk_errors, file_made_whole, sync
 from app.files.lines import Lines
 from app.init.region import AVERAGE, WEIGHT
 from app.options import Parser, above_zero
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file
 from app.runs import model_card, run_folder
 from app.runs.run_folder import PROGRAMS
 
@@ -169,7 +169,7 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
 def _adapters(reader: Reader) -> Adapters | None:
     """Return how the weights of a checkpoint are written into files; None: unchanged, as the exported model has all of them."""
     state = reader.state
-    own = recipe_keys.of_task(state["recipe"].get("task", tasks.DEFAULT))
+    own = recipe_file.own_sections(state["recipe"].get("task", tasks.DEFAULT))
     gone = [f"{name}.{key}" for name, section in own.items() for key in getattr(section, "not_left", ())]
     if all(state["recipe"].get(key) is None for key in gone):
         return None
@@ -183,7 +183,7 @@ def _adapters(reader: Reader) -> Adapters | None:
 
 def _task(values: Mapping[str, Any]) -> Any:
     """Return the task of a recipe, given by keys and values as JSON has them."""
-    return tasks.of(recipe_keys.build({key: tuple(it) if isinstance(it, list) else it for key, it in values.items()}))
+    return tasks.of(recipe_file.build({key: tuple(it) if isinstance(it, list) else it for key, it in values.items()}))
 
 
 def _other_files(reader: Reader, program: str) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from app.distributed import handshake
 from app.environment.launched import SchedulerJob
 from app.errors import CheckpointError, RunFolderError
 from app.metrics.trackers import Trackers, tracked
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file
 from app.runs import ledger, run_folder
 from app.runs.claim import Claim, claim
 
@@ -175,7 +175,7 @@ def _describe(parts: Parts, preset: Path | None, hosts: list[str]) -> dict[str, 
     runtime, recipe, task = parts.runtime, parts.loaded.recipe, parts.task
     launched, plan, own = runtime.launched, runtime.plan, {}
     if recipe.task not in tasks.SHIPPED:  # what reports need to know, because they do not read its file
-        own = {"task_digest": tasks.digest(recipe.task), "not_learnt": sorted(recipe_keys.not_learnt(recipe.task))}
+        own = {"task_digest": tasks.digest(recipe.task), "not_learnt": sorted(recipe_file.not_learnt(recipe.task))}
     return {
         "recipe": parts.loaded.name,
         "task": recipe.task,

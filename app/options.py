@@ -129,7 +129,6 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
         from app import tasks
-        from app.recipe import recipe_keys  # here: the help need not wait for it
 
         option, equals, value = word.partition("=")
         name = option.lstrip("-").replace("-", "_")
@@ -138,7 +137,7 @@ class Parser(argparse.ArgumentParser):
             value = after[0]
         value = value or "..."
         takes_values = any("key=value" in str(action.metavar) for action in self._actions)
-        keys = recipe_keys.kinds(tasks.DEFAULT) if takes_values else {}
+        keys = recipe_file.kinds(tasks.DEFAULT) if takes_values else {}
         if of_recipe := [key for key in keys if name in (key, key.rpartition(".")[2])]:
             return f"recipe values are given as key=value: {' or '.join(f'{key}={value}' for key in of_recipe)}"
         otherwise = "recipe values are given as key=value" if takes_values else ""

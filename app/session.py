@@ -36,7 +36,6 @@ from app.metrics.trackers import SamplePreviews
 from app.opening import Opened
 from app.optim import parameter_groups, schedule
 from app.optim.steps import FirstGradients, SpikeGuard, Steps
-from app.planning import out_of_memory
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
@@ -55,8 +54,6 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
-        if units is not None:  # the model has no memory yet
-            out_of_memory.check(runtime, recipe, model)
         notes: list[str] = []
         rule = parameter_groups.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
         dropout = sample_dropout.give_to_samples(model, recipe.seed)

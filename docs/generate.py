@@ -13,7 +13,7 @@ from pathlib import Path
 import floors
 
 from app import errors
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file
 from launch import cli
 
 DOCS = Path(__file__).parent
@@ -62,7 +62,7 @@ def _recipe_keys() -> Iterator[str]:
     yield "# Recipe keys\n"
     yield "Set a key in a recipe's YAML file, or as `key=value` after the options of a command. The command line wins."
     yield "`samerun train --print-recipe` prints every value and its origin.\n"
-    common = {key for key, _ in set.intersection(*(set(recipe_keys.meanings(task).items()) for task in _TASKS))}
+    common = {key for key, _ in set.intersection(*(set(recipe_file.meanings(task).items()) for task in _TASKS))}
     yield from _keys("Every task", _TASKS[0], lambda key: key in common)
     for task in _TASKS:
         yield from _keys(f"Task `{task}`", task, lambda key: key not in common)
@@ -72,7 +72,7 @@ def _keys(title: str, task: str, is_wanted: Callable[[str], bool]) -> Iterator[s
     """The keys of a task, as `samerun train --help` shows them."""
     yield f"## {title}\n\n| key | default | meaning |\n|---|---|---|"
     shown = re.findall(r"^  (\S+?)=(.*?)  \((.*)\)\n +(.*)$", recipe_file.reference(task), re.MULTILINE)
-    assert [key for key, *_ in shown] == list(recipe_keys.kinds(task))
+    assert [key for key, *_ in shown] == list(recipe_file.kinds(task))
     for key, default, value, meaning in shown:
         if is_wanted(key):
             yield f"| `{key}` | `{default}` | *{_cell(value)}.* {_cell(meaning)} |"

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.environment.slurm_variables import JOB
 from app.errors import STOPPED, SamerunError, SubmitError, TopologyError, UsageError
 from app.options import Parser
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file
 from launch.run_module import program
 from launch.start import resolved, supervise
 
@@ -136,7 +136,7 @@ def problems(case: RunCase, environment: Mapping[str, str]) -> list[str]:
         before, now = map(recipe_file.flat, (recipe_file.load(str(case.run_dir / "recipe.yaml")).recipe, recipe))
     except SamerunError as error:
         return str(error).splitlines()
-    may_differ = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task)
+    may_differ = recipe_file.not_learnt(recipe.task) | recipe_file.places(recipe.task)
     differing = [key for key in now if key not in may_differ and before.get(key) != now[key]]
     which = ", ".join(f"{key} is {before.get(key)} there and {now[key]} here" for key in differing)
     return [f"{case.run_dir} holds a finished run of another recipe, {which}: choose another folder"] if differing else []

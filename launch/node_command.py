@@ -43,7 +43,7 @@ _GROUP_OF_ONE = {
 }  # fmt: skip
 
 
-def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
+def accelerate_argv(
     topology: Topology,
     preset: Preset,
     app_args: Sequence[str],

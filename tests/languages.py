@@ -28,6 +28,16 @@ def save_network(folder: Path, architecture: str = "llama", **settings: Any) -> 
     return folder
 
 
+def write_tokens(folder: Path, tokens: np.ndarray, vocabulary: int) -> Path:
+    """A token folder of one document, the same for training and validation, without a tokenizer's files."""
+    from app.tasks.causal_lm.data.token_writer import writing
+
+    with writing(folder, {"vocab_size": vocabulary, "digest": "none"}, {}, token_bytes=None) as writer:
+        for split in ("train", "validation"):
+            writer.append(split, tokens, np.array([len(tokens)]), text_bytes=0)
+    return folder
+
+
 def write_answers(folder: Path, *, pairs: int = 400, sequence_length: int | None = None, longest: int = 200) -> Path:
     """A token folder of prompts and answers cut out of the embedded book: 1 to 200 tokens of answer, very unevenly."""
     from app.tasks.causal_lm.data.store import embedded_documents

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from app import tasks
 from app.errors import SamerunError
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
@@ -232,10 +232,10 @@ def test_variables_for_clusters_are_read_somewhere() -> None:
 
 def test_recipe_keys_for_clusters_exist_and_take_the_values_shown() -> None:
     code = "\n".join(CLUSTERS_CODE)
-    sections = "|".join(recipe_keys.sections(tasks.DEFAULT))
+    sections = "|".join(recipe_file.sections(tasks.DEFAULT))
     named = set(re.findall(rf"(?<![\w./-])(?:{sections})\.\w+", code)) - {"model.safetensors", "train.py"}
     assert len(named) >= 15
-    assert named - recipe_keys.kinds(tasks.DEFAULT).keys() == set()
+    assert named - recipe_file.kinds(tasks.DEFAULT).keys() == set()
     assigned = {
         (key, value) for key, value in re.findall(rf"((?<![\w./-])(?:{sections})\.\w+|(?<![\w.-])seed)=([\w.-]+)", code)
     }

@@ -38,7 +38,7 @@ from app.metrics.metrics import Metrics
 from app.optim import schedule
 from app.optim.schedule import Length
 from app.optim.steps import SpikeGuard
-from app.recipe import recipe_file, recipe_keys, task_file
+from app.recipe import recipe_file, task_file
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim
 
@@ -59,7 +59,7 @@ class Checkpoints:
     Training pauses while a save copies this rank's pieces to memory of the CPU; a thread then writes the files.
     """
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+    def __init__(
         self,
         runtime: Runtime,
         claim: Claim,
@@ -317,7 +317,7 @@ def check_same_run(
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         if "task" in values:
             values["task"] = task_file.name_of(values["task"])
-    may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
+    may_change = recipe_file.not_learnt(recipe.task) | recipe_file.places(recipe.task) | _LENGTH
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING
     pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]

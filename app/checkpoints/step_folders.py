@@ -116,7 +116,7 @@ def place_of(folder: Path, file: str, run_dir: Path | None = None) -> Path:
     return (run_dir or folder.resolve().parents[1]) / file if file.startswith(f"{FROZEN}/") else folder / file
 
 
-def commit(  # noqa: PLR0913  (keyword-only after the parts)
+def commit(
     claim: Claim,
     step: int,
     entries: Sequence[FileEntry],

@@ -27,7 +27,7 @@ from app.files.atomic_files import disk_errors
 from app.files.lines import parsed
 from app.init import filling, model_tensors
 from app.init.region import Piece, Region
-from app.recipe import recipe_keys, task_file
+from app.recipe import recipe_file, task_file
 from app.recipe.schema import Recipe
 from app.runs import run_folder
 from app.runs.claim import Claim
@@ -240,10 +240,10 @@ def _tensor(content: Content) -> torch.Tensor:
 
 def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON values that rebuild the model of a finished run, for samples with these facts."""
-    own, names = recipe_keys.of_task(recipe.task), [it.name for it in fields(recipe.sections)]
+    own, names = recipe_file.own_sections(recipe.task), [it.name for it in fields(recipe.sections)]
     # What is trained, and not in the file of weights, such as adapters, which are added to the weights.
     gone = {f"{name}.{key}" for name in names for key in getattr(getattr(recipe.sections, name), "not_left", ())}
-    values = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in own and key not in gone}
+    values = {key: value for key, value in recipe_file.flat(recipe).items() if key.partition(".")[0] in own and key not in gone}
     about = {"recipe": {"task": recipe.task, **values}, "facts": dict(facts)}
     return about if recipe.task in tasks.SHIPPED else {**about, "task_digest": tasks.digest(recipe.task)}
 
@@ -291,7 +291,7 @@ def load(
                 f"the task file of {run_dir} was {values['task']}, which no longer exists: give its new place "
                 "with --task FILE, or task=FILE."
             )
-        task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
+        task, facts = tasks.of(recipe_file.build(values)), described["facts"]
         model = built(task, facts)
     except (AttributeError, KeyError, TypeError, ValueError, RecipeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)

@@ -63,7 +63,7 @@ _COLLECTIVE = timedelta(minutes=30)
 class Runtime:
     """The processes that train together, seen from one of them."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+    def __init__(
         self,
         launched: Launched,
         plan: BatchPlan,

@@ -104,7 +104,7 @@ _RECORD_EVERY_S = 1.0
 class Metrics:
     """Collects each step's loss and samples, and writes a line every so many steps."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+    def __init__(
         self,
         runtime: Runtime,
         claim: Claim,

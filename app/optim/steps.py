@@ -59,7 +59,7 @@ class Step(NamedTuple):
 class Steps:
     """Takes the steps of a prepared optimizer."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+    def __init__(
         self,
         accelerator: Accelerator,
         model: torch.nn.Module,

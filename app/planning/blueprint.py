@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from app import tasks
-from app.distributed import own_layers
 from app.errors import DataError, RecipeError
 from app.init.filling import transformers_unaware
 from app.init.tensor_parallel import DIVIDED, check, rules_of
@@ -165,17 +164,3 @@ def make_batch(blueprint: Blueprint, size: int, form: Form) -> dict[str, Any]:
         return made.to(memory_format=torch.channels_last) if is_last else made
 
     return pytree.tree_map(resized, example)  # type: ignore[no-any-return]
-
-
-def called(model: nn.Module, precision: str, *, by_autocast: bool) -> Callable[..., Any]:
-    """Return a function that calls the model in this precision, as Accelerate does: outputs are in float32 again."""
-    half = HALVES.get(precision)
-    if half is None or not by_autocast:
-        return model
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        with torch.autocast("cpu", half):
-            out = model(*inputs, **named)
-        return pytree.tree_map_only(Tensor, lambda it: it.float() if it.dtype in own_layers.HALF else it, out)
-
-    return call

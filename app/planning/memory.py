@@ -27,7 +27,7 @@ from app.optim import parameter_groups
 from app.planning import blueprint as blueprints
 from app.planning import tracing
 from app.planning.blueprint import Blueprint
-from app.planning.tracing import KINDS, AllocationTracker, Bytes, PassOptions
+from app.planning.tracing import KINDS, Bytes, PassOptions
 from app.recipe import optimizers
 from app.recipe.schema import OptimRecipe, Recipe
 
@@ -43,9 +43,6 @@ _SUBGROUP = 1_000_000_000
 """Elements that ZeRO-3 steps on at a time (`sub_group_size`)."""
 _SIZES = (2, 4)
 """Samples of the passes that are traced. One alone is different for batch normalization."""
-_SHARDS = (2, 8, 64)
-"""Numbers of shards that are traced: others are between two of them, or beyond the last. One alone gathers nothing, and is
-traced where it is needed."""
 _PRIMES = (2, 3, 5, 7, 11, 13)
 
 
@@ -138,12 +135,12 @@ def _without_zero(case: Case, blueprint: Blueprint) -> tuple[Memory, dict[str, i
             frozen += math.prod(shape) * itemsize
     sizes = [math.prod(shape) * itemsize for shape in trained]
     average = sum(sizes) if recipe.train.ema_decay is not None else 0
-    kept = Memory(
-        weights=sum(sizes) + frozen,
-        gradients=0 if case.keeps_gradients else sum(sizes),  # DDP's buckets stay
-        optimizer=bytes_of_states(recipe.optim, trained, itemsize=itemsize) + average,
-    )
-    extra = _bytes_of_step(recipe.optim, sizes, on_gpu=case.device == "cuda")
+    optimizer = bytes_of_states(recipe.optim, trained, itemsize=itemsize) + average
+    extra = _bytes_of_step(recipe.optim, sizes, on_gpu=case.device == "cuda" and not case.sharding.offload)
+    if case.sharding.offload:  # FSDP2 steps on the host
+        return Memory(host=2 * sum(sizes) + frozen + optimizer), {"host": extra}
+    gradients = 0 if case.keeps_gradients else sum(sizes)  # DDP's buckets stay
+    kept = Memory(weights=sum(sizes) + frozen, gradients=gradients, optimizer=optimizer)
     return kept, {"optimizer": extra, "gradients": sum(sizes) if case.keeps_gradients else 0}
 
 
@@ -200,18 +197,9 @@ def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
 
 
 def interpolate(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[str, Bytes]:
-    """Return what a pass of any size on any number of shards holds: two of each are traced.
-
-    Each phase grows by the same amount with every further sample. Of what FSDP2 holds, a part is of whole units, and the rest
-    is divided by the number of shards.
-    """
-    if how.shards <= 1 or how.shards in _SHARDS:
-        few, more = (_traced(recipe, tensor_parallel, how._replace(micro_batch=size)) for size in _SIZES)
-        return tracing.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
-    ends = _SHARDS[:2] if how.shards < _SHARDS[1] else _SHARDS[1:]
-    low, high = (interpolate(recipe, tensor_parallel, how._replace(shards=shards)) for shards in ends)
-    one, other, wanted = (Fraction(1, shards) for shards in (*ends, how.shards))
-    return tracing.on_line(low, high, (one - wanted) / (one - other))
+    """Return what a pass of any size holds: each phase grows by the same amount with every further sample."""
+    few, more = (_traced(recipe, tensor_parallel, how._replace(micro_batch=size)) for size in _SIZES)
+    return tracing.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,8 +207,8 @@ def _traced(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[s
     return tracing.peaks(blueprints.rank_blueprint(recipe, tensor_parallel), how)
 
 
-# What an optimizer keeps of each parameter, and what it takes for a step, is found by a step on a tiny parameter. Its
-# dimensions are different primes, which identifies the dimensions of each state.
+# What an optimizer keeps of each parameter is found by a step on a tiny parameter. Its dimensions are different primes, which
+# identifies the dimensions of each state.
 
 
 def bytes_of_states(recipe: OptimRecipe, shapes: Iterable[Shape], *, itemsize: int = 4) -> int:
@@ -234,7 +222,7 @@ def bytes_of_states(recipe: OptimRecipe, shapes: Iterable[Shape], *, itemsize: i
 
 
 def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> int:
-    """Return the bytes that a step takes beyond all that is kept, for parameters of these sizes in bytes.
+    """Return about the bytes that a step takes beyond all that is kept, for parameters of these sizes in bytes.
 
     On GPUs torch's optimizers that have no fused kernel step on all parameters together, and their temporary tensors are as
     large as these, once or more; on a CPU they step on one after the other.
@@ -242,39 +230,15 @@ def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> in
     kind = optimizers.TABLE[recipe.name].torch_name
     if not sizes or kind in ("Adam", "AdamW") or (kind == "SGD" and on_gpu):  # fused kernels, which work in place
         return 0
-    return round(_bytes_in_step(replace(recipe, groups=None), on_gpu) * (sum(sizes) if on_gpu else max(sizes)))
+    return sum(sizes) if on_gpu else max(sizes)
 
 
 @functools.cache
 def _states(recipe: OptimRecipe, dimensions: int, dtype: torch.dtype) -> list[tuple[Shape, int]]:
     """Return the shape of each state of a parameter [2, 3, 5, ...], and the bytes of one of its numbers."""
     parameter = nn.Parameter(torch.ones(_PRIMES[:dimensions], dtype=dtype))
-    states = _stepped(recipe, [parameter]).state[parameter].values()
-    return [(tuple(state.shape), state.itemsize) for state in states if isinstance(state, torch.Tensor)]
-
-
-@functools.cache
-def _bytes_in_step(recipe: OptimRecipe, together: bool) -> float:
-    """Return the bytes that are allocated at most in a step with states, for each byte of the parameters."""
-    parameters = [nn.Parameter(torch.ones(64, 64)) for _ in range(4 if together else 1)]
-    optimizer = _stepped(recipe, parameters, foreach=together)
-    allocations = AllocationTracker()
-    allocations.ignore(it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, torch.Tensor))
-    allocations.ignore([*parameters, *(it.grad for it in parameters if it.grad is not None)])
-    with allocations:
-        optimizer.step()
-    most = max((sum(held) for held in allocations.peaks.values()), default=0)
-    return most / sum(parameter.nbytes for parameter in parameters)
-
-
-def _stepped(recipe: OptimRecipe, parameters: list[nn.Parameter], *, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters after its first step."""
-    module = nn.ParameterDict({f"p{number}_weight": parameter for number, parameter in enumerate(parameters)})
-    optimizer: Any = parameter_groups.build_optimizer(recipe, module, fused=False if foreach else None)
-    for group in optimizer.param_groups:
-        if foreach is not None and "foreach" in group:
-            group["foreach"] = foreach
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer: Any = parameter_groups.build_optimizer(recipe, nn.ParameterDict({"weight": parameter}))
     optimizer.step()
-    return optimizer  # type: ignore[no-any-return]
+    states = optimizer.state[parameter].values()
+    return [(tuple(state.shape), state.itemsize) for state in states if isinstance(state, torch.Tensor)]

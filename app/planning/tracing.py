@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -42,9 +43,8 @@ Bytes = tuple[int, ...]
 """One number for each of KINDS."""
 LATER = ", of a later pass"
 """Ending of the names of phases that belong to a step's second pass."""
-_DEPTHS, _DEPTHS_SHARDED = (2, 3), (3, 4)
-"""Depths that are traced: with a first and a last block, and under FSDP2, which gathers differently at the ends, with a first,
-second, last but one and last block, of which two may be the same."""
+_DEPTHS = (3, 4)
+"""Depths that are traced, with a first, second, last but one and last block: FSDP2 gathers differently at the ends."""
 
 
 class PassOptions(NamedTuple):
@@ -170,11 +170,11 @@ def peaks(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
 
     Raises RecipeError for a loss that looks at numbers.
     """
-    depth, depths = len(blueprint.blocks), _DEPTHS_SHARDED if how.shards else _DEPTHS
-    if depth <= depths[1]:
+    depth = len(blueprint.blocks)
+    if depth <= _DEPTHS[1]:
         return traced(blueprint, how)
-    few, more = (traced(blueprint.cut_to(shallow), how) for shallow in depths)
-    return on_line(few, more, Fraction(depth - depths[0], depths[1] - depths[0]))
+    few, more = (traced(blueprint.cut_to(shallow), how) for shallow in _DEPTHS)
+    return on_line(few, more, Fraction(depth - _DEPTHS[0], _DEPTHS[1] - _DEPTHS[0]))
 
 
 def on_line(few: Mapping[str, Bytes], more: Mapping[str, Bytes], along: Fraction) -> dict[str, Bytes]:
@@ -199,24 +199,19 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
             own_layers.take_channels_last(model)
         if how.shards:
             _shard(model, mesh, how.precision, blueprint)
-        inputs = half or next(model.parameters()).dtype
         order = torch.channels_last if how.channels_last else torch.contiguous_format
-        return _trace_step(
-            blueprint, model, blueprints.make_batch(blueprint, how.micro_batch, Form(inputs, order)), how, dropout
-        )
+        form = Form(half or next(model.parameters()).dtype, order)
+        if not how.half_weights and (computed := blueprints.HALVES.get(how.precision)):  # as Accelerate does
+            model.forward = convert_outputs_to_fp32(torch.autocast("cpu", computed)(model.forward))
+        return _trace_step(blueprint, model, blueprints.make_batch(blueprint, how.micro_batch, form), how, dropout)
 
 
 @contextmanager
 def fake_group(ranks: int) -> Iterator[Any]:
-    """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing; return its mesh.
-
-    Raises RuntimeError if this process has joined a group already.
-    """
+    """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing; return its mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RuntimeError("a plan is made before this process joins others: it has joined them already")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))  # it reads numbers, so no fake mode is on yet
@@ -262,7 +257,6 @@ def _trace_step(
         if parameter.requires_grad and not how.shards:
             parameter.register_post_accumulate_grad_hook(take_gradient)
     watch = _Watch(tracker, blueprint, model)
-    call = blueprints.called(model, how.precision, by_autocast=not how.half_weights)
     with tracker:
         for tensor in _tensors(batch):
             tracker.assign(tensor, "activations")
@@ -270,7 +264,7 @@ def _trace_step(
             watch.start_pass(end)
             dropout.begin(batch["samples"])
             try:
-                loss = blueprint.task.loss(call, batch).mean
+                loss = blueprint.task.loss(model, batch).mean
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RecipeError(
                     f"{type(blueprint.task).__name__}.loss reads values of tensors "

@@ -62,13 +62,8 @@ class BatchPlan:
         if accumulation := passes(data_ranks):
             sizes = {"global_batch_size": global_batch_size, "data_ranks": data_ranks, "tensor_parallel": tensor_parallel}
             return cls(**sizes, accumulation=accumulation)
-        if max_micro_batch is not None and max_micro_batch < group_size:
-            raise RecipeError(
-                f"train.max_micro_batch is {max_micro_batch}, and {why_grouped}: set train.max_micro_batch to "
-                f"{group_size} or more, or turn that off"
-            )
         legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and passes(size)]
-        near = [*[size for size in legal if size < data_ranks][-4:], *[size for size in legal if size > data_ranks][:4]]
+        near = sorted(sorted(legal, key=lambda size: abs(size - data_ranks))[:8])
         choices = ", ".join(str(size * tensor_parallel) for size in near)
         remedy = f"use {choices} processes, or" if choices else "no number of processes works:"
         conditions = (

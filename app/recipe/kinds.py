@@ -97,23 +97,24 @@ class Kind:
         if self.choices:
             words = f"one of {', '.join(self.choices)}"
         elif self.length is not None:
-            words = f"a list of {self.length} {plural}" if self.length else f"a list of {plural}"
+            words = f"a list of {self.length or ''} {plural}".replace("  ", " ")
         return f"{words} or null" if self.optional else words
 
     def read(self, node: yaml.Node) -> Any:
-        """Return the value of a YAML node. Raises ValueError if it is not of this kind."""
+        """Return the value of a YAML node. Raises ValueError, which says what is expected, if it is not of this kind."""
         if self.optional and is_null(node):
             return None
-        if self.length is None:
-            return self._read_scalar(node)
-        items = tuple(map(self._read_scalar, _items(node)))
-        if not items or self.length not in (0, len(items)):
-            raise ValueError(f"{len(items)} elements")
-        return items
-
-    def _read_scalar(self, node: yaml.Node) -> Any:
         if self.scalar is dict and isinstance(node, yaml.MappingNode):
             return _plain(node)
+        with suppress(ValueError):
+            if self.length is None:
+                return self._read_scalar(node)
+            items = tuple(map(self._read_scalar, _items(node)))
+            if items and self.length in (0, len(items)):
+                return items
+        raise ValueError(f"expected {self.describe()}")
+
+    def _read_scalar(self, node: yaml.Node) -> Any:
         if self.scalar is str and isinstance(node, yaml.ScalarNode):
             if node.value in self.choices if self.choices else not is_null(node):  # `none` can be a choice
                 return node.value

@@ -55,14 +55,8 @@ TABLE: Mapping[str, Optimizer] = {
         "Adafactor", (), {"beta2_decay": -0.8, "d": 1.0}, whole_because="it keeps means over whole rows and columns of a matrix"
     ),
 }
-LEFT_OUT: Mapping[str, str] = {
-    "ASGD": "its average of the weights would never be evaluated: use train.ema_decay",
-    "LBFGS": "it computes the loss several times in a step",
-    "Muon": "it updates only matrices, and models have other parameters too",
-    "Rprop": "its learning rate cannot change after the first step",
-    "SparseAdam": "it is for sparse gradients, which no preset can reduce",
-}
-"""The other classes of `torch.optim`, and why there is no name for them."""
+# Not: ASGD (its average would never be evaluated), LBFGS (several losses a step), Muon (only matrices), Rprop (a changing rate
+# has no effect), SparseAdam (no preset reduces sparse gradients).
 NAMES = {f"{prefix}{found.torch_name}": name for name, found in TABLE.items() for prefix in ("torch.optim.", "")}
 """The name in TABLE of each class of torch, such as torch.optim.AdamW."""
 
@@ -74,9 +68,7 @@ _CUTTING = {"deepspeed": "ZeRO", "fsdp2": "FSDP2"}
 def problems_of(optim: OptimRecipe) -> Iterator[Problem]:
     """Yield what is wrong with the optimizer's name, its settings and its groups, a sentence each."""
     if optim.name not in TABLE:
-        name = optim.name.rpartition(".")[2].lower()
-        hint = did_you_mean(name, TABLE, otherwise="there is no such optimizer")
-        hint = next((reason for other, reason in LEFT_OUT.items() if other.lower() == name), hint)
+        hint = did_you_mean(optim.name.rpartition(".")[2].lower(), TABLE, otherwise="it is not supported")
         yield Problem(f"optim.name is {optim.name!r}: {hint}; there is {', '.join(TABLE)}", "optim.name")
         return
     for key, entries in (("settings", optim.settings), ("groups", optim.groups)):

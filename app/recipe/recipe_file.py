@@ -8,12 +8,17 @@ Standard library and PyYAML only: it runs on login nodes, in milliseconds.
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
+import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +27,13 @@ import yaml
 from app import tasks
 from app.errors import RecipeError, did_you_mean
 from app.files import paths, yaml_text
-from app.recipe import kinds, task_file
-from app.recipe import recipe_keys as keys
-from app.recipe.kinds import Problem
-from app.recipe.recipe_keys import flat
-from app.recipe.schema import ALTERNATIVES, Recipe, sections_of
+from app.recipe import task_file
+from app.recipe.kinds import Kind, Problem, is_null, kinds_in, sections_in, shown
+from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, sections_of
 
 SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT, _COMMAND_LINE = "default", "command line"
+_OF_NO_SECTION = ("seed", "task")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,101 @@ class LoadedRecipe:
     """Name of the shipped recipe, or of the file without its ending."""
     origins: Mapping[str, str]
     """For each key: `default`, `FILE:LINE` or `command line`."""
+
+
+# Keys, such as `seed` or `optim.lr`, from the dataclasses of `schema.py` and of the task -------------------------------------
+
+
+@functools.cache
+def sections(task: str) -> Mapping[str, type]:
+    """Return the sections of a recipe for a task, its own first, and the dataclass of each."""
+    return {**own_sections(task), **sections_in(Recipe)}
+
+
+def own_sections(task: str) -> Mapping[str, type]:
+    """Return the task's own sections, and the dataclass of each."""
+    return sections_in(sections_of(task))
+
+
+@functools.cache
+def kinds(task: str) -> Mapping[str, Kind]:
+    """Return the kind of every key of a recipe for a task, in the order of the sections."""
+    common = kinds_in(Recipe)
+    return {**{key: common[key] for key in _OF_NO_SECTION}, **kinds_in(sections_of(task)), **common}
+
+
+def not_learnt(task: str) -> frozenset[str]:
+    """Return the keys that do not affect what is trained."""
+    return marked("not_learnt", task)
+
+
+def places(task: str) -> frozenset[str]:
+    """Return the keys with the path of something whose fingerprint is compared."""
+    return marked("places", task)
+
+
+@functools.cache
+def marked(name: str, task: str) -> frozenset[str]:
+    """Return the keys that the class variable `name` of their sections lists (see `schema.py`)."""
+    found: set[str] = set()
+    for section, cls in sections(task).items():
+        listed = getattr(cls, name, ())
+        found |= {f"{section}.{field.name}" for field in fields(cls) if listed == ALL_KEYS or field.name in listed}
+    return frozenset(found)
+
+
+def build(values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with these values, by key, and defaults elsewhere. Raises RecipeError as `Recipe` does."""
+    task = values.get("task", tasks.DEFAULT)
+    top = {key: value for key, value in values.items() if "." not in key}
+    own: dict[str, Any] = {}
+    for section, cls in sections(task).items():
+        prefix = f"{section}."
+        built = cls(**{key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)})
+        (own if section in own_sections(task) else top)[section] = built
+    return Recipe(**top, sections=sections_of(task)(**own))
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Return every key with its value as plain JSON, lists instead of tuples: equal recipes give equal JSON."""
+    values: dict[str, Any] = {}
+    for key, kind in kinds(recipe.task).items():
+        value = attrgetter(key)(recipe.sections if key.partition(".")[0] in own_sections(recipe.task) else recipe)
+        if value is not None:
+            value = kind.scalar(value) if kind.length is None else [kind.scalar(element) for element in value]
+        values[key] = value
+    return values
+
+
+def _suggest(key: str, task: str) -> str:
+    """Return the nearest existing keys for one that does not exist."""
+    known, (section, _, leaf) = list(kinds(task)), key.rpartition(".")
+    if elsewhere := [one for one in known if one.rpartition(".")[2] == leaf]:  # in another section
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    have = "a recipe has " + ", ".join([*_OF_NO_SECTION, *sections(task)])
+    if section in sections(task):
+        have = f"{section} has " + ", ".join(one.partition(".")[2] for one in known if one.startswith(f"{section}."))
+    return did_you_mean(key, [*known, *sections(task)], otherwise=have, cutoff=0.75)
+
+
+def meanings(task: str) -> dict[str, str]:
+    """Return the text under each field of the sections' dataclasses, by key, on one line; and of each section, by its name."""
+    texts = {**dict.fromkeys(kinds(task), ""), **{name: inspect.getdoc(cls) or "" for name, cls in sections(task).items()}}
+    for prefix, cls in {"": Recipe, **{f"{section}.": cls for section, cls in sections(task).items()}}.items():
+        found = getattr(cls, "__meanings__", None)  # read from a user's file
+        if found is None:
+            found = task_file.meanings(_class_nodes(cls.__module__)[cls.__name__])
+        texts |= {prefix + name: text for name, text in found.items()}
+    return texts
+
+
+@functools.cache
+def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
+# Files and the command line ------------------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
@@ -58,47 +157,36 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     file = path.name if path.parent == SHIPPED else str(path)
     _, root = yaml_text.compose(path, name=file, error=RecipeError)
     task = _task(root, path, file, overrides)
-    if kinds.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
-        raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
     problems: list[str] = []
     in_file = _by_key(_entries(root, "", file, task, problems), task, problems)
     on_command_line = _by_key(_words(overrides, task, problems), task, problems)
     for one, other in (*ALTERNATIVES, *((other, one) for one, other in ALTERNATIVES)):
-        if one in on_command_line and not kinds.is_null(on_command_line[one].node):
+        if one in on_command_line and not is_null(on_command_line[one].node):
             in_file.pop(other, None)
     given = in_file | on_command_line
     values, unread = {}, set()
     for key, item in given.items():
-        kind = keys.kinds(task)[key]
         try:
-            values[key] = kind.read(item.node)
+            values[key] = kinds(task)[key].read(item.node)
         except ValueError as error:
             unread.add(key)
-            expected = f"expected {kind.describe()}"
-            if isinstance(item.node, yaml.ScalarNode) and not kinds.is_plain(item.node) and kind.scalar is not str:
-                expected += ", without quotes"
-            if isinstance(item.node, yaml.MappingNode) and kind.scalar is dict:
-                expected = str(error)
-            problems.append(f"{key} is {kinds.shown(item.node)} ({item.origin}): {expected}")
+            problems.append(f"{key} is {shown(item.node)} ({item.origin}): {error}")
     values["task"] = task  # its absolute path
-    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds(task)}
+    origins = {key: given[key].origin if key in given else DEFAULT for key in kinds(task)}
     try:
-        recipe = keys.build(values)
+        recipe = build(values)
     except RecipeError as error:
         # A key that could not be read has its default here, so a problem with its value may not be true.
-        problems += [_with_origins(problem, origins) for problem in error.problems if unread.isdisjoint(_keys(problem))]
+        about = {problem: problem.keys if isinstance(problem, Problem) else () for problem in error.problems}
+        problems += [_with_origins(problem, keys, origins) for problem, keys in about.items() if unread.isdisjoint(keys)]
     if problems:
         raise RecipeError(*problems)
     return LoadedRecipe(recipe, path.stem, origins)
 
 
-def _keys(problem: str) -> tuple[str, ...]:
-    return problem.keys if isinstance(problem, Problem) else ()
-
-
-def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
-    """Return the problem with the origins of the values that it is about."""
-    found = {key: origins[key] for key in _keys(problem) if origins[key] != DEFAULT}
+def _with_origins(problem: str, keys: Sequence[str], origins: Mapping[str, str]) -> str:
+    """Return a problem of these keys with the origins of their values."""
+    found = {key: origins[key] for key in keys if origins[key] != DEFAULT}
     if len(set(found.values())) > 1:
         return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
     return f"{problem} ({next(iter(found.values()))})" if found else problem
@@ -129,9 +217,9 @@ def render(loaded: LoadedRecipe) -> str:
 
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
-    not_learnt = keys.not_learnt(recipe.task)
-    learnt = {key: value for key, value in flat(recipe).items() if key not in not_learnt}
-    learnt |= {key: _content(key, learnt[key]) for key in keys.marked("contents", recipe.task)}
+    ignored = not_learnt(recipe.task)
+    learnt = {key: value for key, value in flat(recipe).items() if key not in ignored}
+    learnt |= {key: _content(key, learnt[key]) for key in marked("contents", recipe.task)}
     return _digest(learnt | {"task": task_file.name_of(recipe.task)})
 
 
@@ -155,12 +243,12 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def reference(task: str = tasks.DEFAULT) -> str:
     """Every key of a recipe for a task with its default, its type and its meaning, as the dataclasses say it."""
-    meanings, blocks, section = keys.meanings(task), [], ""
-    for key, default in flat(keys.build({"task": task})).items():
+    texts, blocks, section = meanings(task), [], ""
+    for key, default in flat(build({"task": task})).items():
         if (head := key.rpartition(".")[0]) != section:
             section = head
-            blocks.append(f"\n{section}: {meanings[section]}")
-        blocks.append(f"  {key}={_yaml(default)}  ({keys.kinds(task)[key].describe()})\n      {meanings[key]}")
+            blocks.append(f"\n{section}: {texts[section]}")
+        blocks.append(f"  {key}={_yaml(default)}  ({kinds(task)[key].describe()})\n      {texts[key]}")
     return "\n".join(blocks)
 
 
@@ -173,13 +261,13 @@ class _Given:
 
 
 def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> str:
-    """The task that the command line or the file names, which decides the keys that there are. Raises RecipeError.
+    """Return the task that the command line or the file names, which decides which keys exist. Raises RecipeError.
 
     A file of the user's is seen from the folder of the recipe, or from the working directory if the command line names it.
     """
     named = [(tasks.DEFAULT, DEFAULT, path.parent)]
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not kinds.is_null(value):
+        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not is_null(value):
             named.append((value.value, f"{file}:{key.start_mark.line + 1}", path.parent))
     for word in overrides:
         key, _, text = (part.strip(" '\"") for part in word.partition("="))
@@ -195,17 +283,13 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
 
 
 def _find(name_or_path: str) -> Path:
-    """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
-    path = Path(name_or_path)
+    """Return the file of a shipped name or of a path; a shipped name goes before a file of that name."""
     if name_or_path in names():
         return SHIPPED / f"{name_or_path}.yaml"
-    if path.is_dir():
-        raise RecipeError(f"recipe {name_or_path}: that is a folder; give a YAML file or one of {', '.join(names())}")
-    if path.exists():
+    if (path := Path(name_or_path)).exists():
         return path
-    what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no recipe and no file of that name"
     hint = did_you_mean(path.stem, names(), then=f"the package has {', '.join(names())}", cutoff=0.5)
-    raise RecipeError(f"recipe {name_or_path}: {what}; {hint}")
+    raise RecipeError(f"recipe {name_or_path}: there is no recipe or file of that name; {hint}")
 
 
 def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str]) -> dict[str, _Given]:
@@ -213,56 +297,43 @@ def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str
     given: dict[str, _Given] = {}
     for key, item in entries:
         if key in given:
-            first, both = given[key], f"{kinds.shown(given[key].node)} and {kinds.shown(item.node)}"
+            first, both = given[key], f"{shown(given[key].node)} and {shown(item.node)}"
             where = f"{first.origin} and {item.origin}" if item.origin != first.origin else f"{item.origin}: {both}"
             problems.append(f"{key} is given twice ({where}): keep one of them")
-        elif key not in keys.kinds(task) and key not in keys.sections(task):
-            problems.append(f"{key} ({item.origin}): there is no such key; {keys.suggest(key, task)}")
+        elif key not in kinds(task) and key not in sections(task):
+            problems.append(f"{key} ({item.origin}): there is no such key; {_suggest(key, task)}")
         given.setdefault(key, item)
-    return {key: item for key, item in given.items() if key in keys.kinds(task)}
+    return {key: item for key, item in given.items() if key in kinds(task)}
 
 
 def _entries(node: yaml.Node, section: str, file: str, task: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
-    """Every key of a mapping, of its sections too, and as often as it stands there: PyYAML itself would keep the last only."""
-    if section and kinds.is_null(node):
+    """Yield every key of a mapping and of its sections, each as often as it is there: PyYAML would keep the last only."""
+    if section and is_null(node):
         return  # a section of which every line is a comment
     if not isinstance(node, yaml.MappingNode):
         holder = f"section {section}" if section else "the file"
-        problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {kinds.shown(node)}: expected lines of `key: value`")
+        problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {shown(node)}: expected lines of `key: value`")
         return
     for key_node, value in node.value:
-        name, line = yaml_text.key_text(key_node), key_node.start_mark.line + 1
-        if name is None:
-            problems.append(f"{file}:{line}: a key is {kinds.shown(key_node)}: expected one word before the colon")
-        elif name == "<<":
-            problems.append(f"{file}:{line}: << merges another mapping, which recipes do not support: write its keys here")
-        else:
-            key = f"{section}.{name}" if section else name
-            yield key, _Given(value, f"{file}:{line}")
-            if key in keys.sections(task):
-                yield from _entries(value, key, file, task, problems)
-
-
-# `key = value` with spaces, of which the shell makes several words.
-_SPACED = re.compile(r"(?<![^\0])([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?![^\0])")
+        name = yaml_text.key_text(key_node) or shown(key_node)
+        key = f"{section}.{name}" if section else name
+        yield key, _Given(value, f"{file}:{key_node.start_mark.line + 1}")
+        if key in sections(task):
+            yield from _entries(value, key, file, task, problems)
 
 
 def _words(overrides: Sequence[str], task: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
-    """Every `key=value` of the command line; what is none is added to `problems`."""
-    joined = "\0".join(overrides)
-    for match in _SPACED.finditer(joined):
-        words = match[0].replace("\0", " ")
-        problems.append(f"{words!r} ({_COMMAND_LINE}) contains spaces: write {match[1]}={match[2]}")
-    for word in filter(None, _SPACED.sub("", joined).split("\0")):
+    """Yield every `key=value` of the command line; other words are added to `problems`."""
+    for word in overrides:
         key, equals, text = (part.strip() for part in word.partition("="))
         key = key.strip("'\"")  # a key in quotes is a key, as in a file
         if not equals:
-            problems.append(f"{word!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
-        elif key in keys.sections(task):
-            one = next(known for known in keys.kinds(task) if known.startswith(f"{key}."))
+            problems.append(f"{word!r} ({_COMMAND_LINE}): expected key=value without spaces, as in optim.lr=0.1")
+        elif key in sections(task):
+            one = next(known for known in kinds(task) if known.startswith(f"{key}."))
             problems.append(f"{word!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
         else:
-            is_mapping = key in keys.kinds(task) and keys.kinds(task)[key].scalar is dict
+            is_mapping = key in kinds(task) and kinds(task)[key].scalar is dict
             yield key, _Given(_override_node(text, is_mapping=is_mapping), _COMMAND_LINE)
 
 

@@ -17,7 +17,6 @@ Standard library only: it is read on login nodes, before torch is there.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -237,12 +236,8 @@ def sections_of(task: str) -> type:
     """Return the dataclass of a task's own sections. Raises RecipeError if there is no such task, or its file is wrong."""
     if task_file.is_own(task):
         own = task_file.sections_of(task)
-        taken = {of_recipe.name for of_recipe in fields(Recipe)} & {section.name for section in fields(own)}
-        if taken:
-            raise RecipeError(
-                f"task is {task}: its section {' and '.join(sorted(taken))} has the name of a section of the "
-                "application: rename it"
-            )
+        if taken := {section.name for section in fields(Recipe)} & {section.name for section in fields(own)}:
+            raise RecipeError(f"task is {task}: rename {' and '.join(sorted(taken))}, a section that every recipe has")
         return own
     if task not in tasks.SHIPPED:
         raise RecipeError(
@@ -278,10 +273,8 @@ class Recipe:
     def __post_init__(self) -> None:
         own = self.sections
         assert isinstance(self.sections, sections_of(self.task)), f"these are no sections of {self.task}"
-        problems = [
-            *(*out_of_range(own), *own.contradictions()),
-            *(*out_of_range(self), *optimizers.problems_of(self.optim), *_contradictions(self)),
-        ]
+        problems = [*out_of_range(own), *own.contradictions(), *out_of_range(self)]
+        problems += [*optimizers.problems_of(self.optim), *_contradictions(self)]
         if problems:
             raise RecipeError(*problems)
 
@@ -311,19 +304,14 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "give one of them", *pair)
     if train.init_allow is not None and train.init_from is None:
         yield problem(recipe, "init_allow needs init_from", "train.init_allow", "train.init_from")
-    begins_with = train.init_from or ""
-    if begins_with.startswith(PUBLISHED) and not re.fullmatch(r"torchvision:\w+\.\w+", begins_with, re.ASCII):
-        example = "torchvision:ResNet50_Weights.IMAGENET1K_V2"
-        yield problem(recipe, f"published weights have names such as {example}", "train.init_from")
-    if train.global_batch_size % recipe.sections.group_size:
-        multiple = f"a multiple of {recipe.sections.group_size}, because {recipe.sections.why_grouped}"
-        yield problem(recipe, f"it must be {multiple}", "train.global_batch_size")
+    group_size, because = recipe.sections.group_size, f"because {recipe.sections.why_grouped}"
+    if train.global_batch_size % group_size:
+        yield problem(recipe, f"it must be a multiple of {group_size}, {because}", "train.global_batch_size")
+    if train.max_micro_batch is not None and train.max_micro_batch < group_size:
+        yield problem(recipe, f"it must be at least {group_size}, {because}", "train.max_micro_batch")
     if recipe.optim.nesterov and recipe.optim.momentum == 0:
         yield problem(recipe, "nesterov needs a momentum greater than 0", "optim.nesterov", "optim.momentum")
     try:
-        window = recipe.profile.window
+        _ = recipe.profile.window
     except ValueError:
         yield problem(recipe, "it must be the first and the last step to record, from 1 on, as in 10:20", "profile.steps")
-    else:
-        if window is not None and train.steps is not None and window[1] > train.steps:
-            yield problem(recipe, "no later step can be recorded", "profile.steps", "train.steps")

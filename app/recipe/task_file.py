@@ -60,24 +60,21 @@ def sections_of(path: str) -> type:
 
     Beside them it has what a shipped task's has: `group_size`, `why_grouped`, `inputs`, `contradictions`. Raises RecipeError.
     """
-    classes, module = _parsed(path)
-    group_size = _group_size(module, classes, path)
+    classes, module = _parse(path)
     sections = []
     for node in classes[SECTIONS].body if SECTIONS in classes else ():
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         name, kind = node.target.id, ast.unparse(node.annotation).strip("'")
-        if name in _RESERVED:
-            raise RecipeError(f"{path}:{node.lineno}: {name} is not a valid section name")
-        if kind not in classes:
+        if name in _RESERVED or kind not in classes:
             raise RecipeError(
-                f"{path}:{node.lineno}: {name} of {SECTIONS} is a {kind}: it must be a dataclass of this file, which login "
-                "nodes read without running it"
+                f"{path}:{node.lineno}: {name} of {SECTIONS} is a {kind}: it must be a dataclass of this file, with another "
+                f"name than {', '.join(_RESERVED)}"
             )
         section = _section(path, name, classes[kind])
         sections.append((name, section, field(default_factory=section)))
     namespace = {
-        "group_size": group_size,
+        "group_size": (group_size := _group_size(module, classes, path)),
         "why_grouped": f"{Path(path).name} combines {group_size} neighbouring samples",
         "inputs": property(_inputs),
         "contradictions": lambda _: (),
@@ -85,7 +82,7 @@ def sections_of(path: str) -> type:
     return make_dataclass(SECTIONS, sections, frozen=True, kw_only=True, namespace=namespace)
 
 
-def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
+def _parse(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
     try:
         module = ast.parse(Path(path).read_bytes(), filename=path)
     except OSError as error:
@@ -93,9 +90,9 @@ def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
     except (SyntaxError, ValueError) as error:
         raise RecipeError(f"task is {path}: it is not valid Python: {error}") from None
     names = [target for node in module.body for target in _targets(node)]
-    functions = (ast.ClassDef, ast.FunctionDef)
-    if TASK not in names and not any(isinstance(node, functions) and node.name == TASK for node in module.body):
-        raise RecipeError(f"task is {path}: the file must end with `task = MyTask`, the class that says what is learnt")
+    names += [node.name for node in module.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    if TASK not in names:
+        raise RecipeError(f"task is {path}: the file must end with `task = MyTask`, the class of the task")
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}, module
 
 
@@ -123,28 +120,23 @@ def _section(path: str, name: str, node: ast.ClassDef) -> type:
         if target in _MARKS:
             marks[target] = _literal(path, key, one)
         elif target and isinstance(one, ast.AnnAssign):
-            annotation, default = ast.unparse(one.annotation), _literal(path, key, one)
+            default = _literal(path, key, one)
             try:
                 hint = _type(one.annotation)
-            except (ValueError, SyntaxError):
-                raise RecipeError(
-                    f"{path}:{one.lineno}: {key} is annotated as {annotation}: keys of a recipe are {_PLAIN}"
-                ) from None
-            if not _fits(default, Kind.of(hint)):
-                raise RecipeError(f"{path}:{one.lineno}: {key} is annotated as {annotation}, and its default is {default!r}")
+                if not _fits(default, Kind.of(hint)):
+                    raise ValueError
+            except ValueError:
+                declared = f"{key} is annotated as {ast.unparse(one.annotation)}, and its default is {default!r}"
+                raise RecipeError(f"{path}:{one.lineno}: {declared}: keys of a recipe are {_PLAIN}") from None
             keys.append((target, hint, field(default=default)))
-    doc = ast.get_docstring(node) or f"Of {Path(path).name}."
-    namespace = {**marks, "__meanings__": meanings(node), "__doc__": doc}
+    namespace = {**marks, "__meanings__": meanings(node), "__doc__": ast.get_docstring(node) or f"Of {Path(path).name}."}
     return make_dataclass(node.name, keys, frozen=True, kw_only=True, namespace=namespace)
 
 
 def _literal(path: str, key: str, node: ast.stmt) -> Any:
-    assert isinstance(node, (ast.Assign, ast.AnnAssign))
     try:
-        if node.value is None:
-            raise ValueError
-        found = ast.literal_eval(node.value)
-    except ValueError:
+        found = ast.literal_eval(getattr(node, "value", None) or "")
+    except (SyntaxError, ValueError):
         raise RecipeError(
             f"{path}:{node.lineno}: {key} has no literal default: write a number, a text, true or false, a tuple of these, or "
             "None, which login nodes can read without running the file"
@@ -157,16 +149,12 @@ def _type(node: ast.expr) -> Any:
     match node:
         case ast.Name(id=name) if name in _SCALARS:
             return _SCALARS[name]
-        case ast.Constant(value=str(text)):
-            return _type(ast.parse(text, mode="eval").body)
         case ast.BinOp(left=kind, op=ast.BitOr(), right=ast.Constant(value=None)):
             return Union[_type(kind), None]  # noqa: UP007 - of a type that is only known now
-        case ast.Subscript(value=ast.Name(id="Optional") | ast.Attribute(attr="Optional"), slice=kind):
-            return Union[_type(kind), None]  # noqa: UP007
         case ast.Subscript(value=ast.Name(id="Literal") | ast.Attribute(attr="Literal"), slice=words):
             texts = ast.literal_eval(words)
             texts = texts if isinstance(texts, tuple) else (texts,)
-            if texts and all(isinstance(text, str) for text in texts):
+            if all(isinstance(text, str) for text in texts):
                 return Literal[texts]
         case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[first, *more])):
             kind, is_long = _type(first), [ast.unparse(one) for one in more] == ["..."]
@@ -186,10 +174,9 @@ def _fits(value: Any, kind: Kind) -> bool:
 
 
 def _group_size(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: str) -> int:
-    """What the task's class says of them; 1 if it says nothing."""
+    """Return the `group_size` of the task's class; 1 if it has none."""
     named = {target: node for node in module.body for target in _targets(node)}.get(TASK)
-    value = getattr(named, "value", None)
-    node = classes.get(value.id) if isinstance(value, ast.Name) else None
+    node = classes.get(getattr(getattr(named, "value", None), "id", TASK))
     for one in node.body if node else ():
         if "group_size" in _targets(one):
             found = _literal(path, "group_size", one)

@@ -1,11 +1,9 @@
-"""`samerun compare RUN RUN...`: show what differs between two runs, and whether they were the same run.
+"""`samerun compare RUN RUN`: show what differs between two runs, and whether they were the same run.
 
 The one comparison of runs, for `samerun compare` and `samerun parity`. Two runs were the same if their recipes agree in all
 that affects training, if every step that both took had the same samples and learning rate, and if the losses of their first
 hundred common steps are the same to a tolerance. Later losses drift apart by rounding, the sooner the more kinks a network has.
-Then the verdict names the step up to which they are the same. What is unknown is reported as unknown.
-
-Of more runs, or as Markdown or CSV, it is the table of `samerun runs`, with a column for those that are the same as the first.
+Then the verdict names the step up to which they are the same. Whatever is unknown is reported as unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +22,12 @@ from rich.table import Table
 
 from app import tasks
 from app.options import Parser, tolerance
-from app.recipe import recipe_keys, task_file
+from app.recipe import recipe_file, task_file
 from app.reports import past_run
+from app.reports.curves import labels
 from app.reports.past_run import PastRun, flat, quantities, scores
-from app.reports.runs import FORMATS, SafeConsole, rows_of, write
+from app.reports.runs import console
 from app.runs import ledger, run_folder
-from app.runs.ledger import account
 
 Pair = tuple[Any, Any]
 _ABSENT = "absent"
@@ -39,16 +36,8 @@ DECIDING_STEPS = 100
 _EARLY_STEPS, _EARLY, _LATE = 20, 1e-5, 1e-4
 """Largest relative difference of losses in the first steps, and in all that decide: upper bounds of what rounding grows to in a
 network with ReLU (docs/same-run.md)."""
-_MACHINES = (
-    "preset",
-    "strategy",
-    "mixed_precision",
-    "world_size",
-    "micro_batch",
-    "accumulation",
-    "global_batch_size",
-    "commit",
-)
+_MACHINES = ("preset", "strategy", "mixed_precision", "world_size", "micro_batch", "accumulation", "global_batch_size",
+             "commit")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +56,12 @@ class LossDifferences:
     """That of the line before it, or the last of all; 0: none."""
     deciding_up_to_step: int
     """Later lines may differ, as rounding grows; 0: none was compared."""
-
     tolerance: float
     """Largest difference that is the same loss at the step that decides: the first beyond it, or else the last."""
 
     @property
-    def drift(self) -> bool:
-        """Whether the lines that decide are the same to the tolerance, and a later one is not."""
-        return self.decide and self.first_beyond is not None
-
-    @property
-    def decide(self) -> bool:
-        """Whether the lines that decide are the same to the tolerance, or there are none."""
+    def are_same(self) -> bool:
+        """Return True if the lines that decide are the same to the tolerance, or there are none."""
         return self.first_beyond is None or self.first_beyond > self.deciding_up_to_step
 
 
@@ -104,11 +87,9 @@ class Comparison:
     """What differs between two runs, each value as (first, second)."""
 
     recipe: Mapping[str, Pair] | None
-    """By key as on the command line, and the files of a task of one's own; None if one of them cannot be read."""
-    not_learnt: tuple[str, ...]
-    """Keys that decide nothing of what is learnt, of a task of one's own."""
-    preset: Mapping[str, Pair]
-    """By key of preset.yaml, where both runs have one."""
+    """By key as on the command line, and the files of a user's task; None if one of them cannot be read."""
+    learnt: list[str] | None
+    """Keys of `recipe` that affect training; None if a recipe cannot be read."""
     machines: Mapping[str, Pair]
     """Preset by name, processes, hosts, batch plan, versions, commit."""
     results: Mapping[str, Pair]
@@ -117,22 +98,16 @@ class Comparison:
     losses: LossDifferences
 
     @property
-    def learnt(self) -> list[str] | None:
-        """The keys in which the recipes differ and that affect training; None if a recipe cannot be read."""
-        not_learnt = frozenset(self.not_learnt).union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
-        return None if self.recipe is None else [key for key in self.recipe if key not in not_learnt]
-
-    @property
     def is_same(self) -> bool | None:
         """Whether it was the same run; None if that cannot be known."""
-        if self.learnt or not self.fed.is_same or not self.losses.decide:
+        if self.learnt or not self.fed.is_same or not self.losses.are_same:
             return False
         return True if self.losses.compared_lines and self.learnt is not None else None
 
     def __str__(self) -> str:
         """The verdict, in a sentence."""
         same = {True: "The same run", False: "Not the same run", None: "Unknown whether it is the same run"}[self.is_same]
-        if self.is_same and self.losses.drift:
+        if self.is_same and self.losses.first_beyond is not None:
             same = f"The same run up to step {self.losses.same_up_to_step}, and apart after it"
         recipes = "the recipes agree in all that is learnt"
         if self.learnt is None:
@@ -158,28 +133,24 @@ class Comparison:
         most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
         if found.first_beyond is None:
             return f"all losses up to step {found.up_to_step} are the same to {found.tolerance:g}: {most}"
-        if found.drift:
-            return (
-                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}; from step "
-                f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
-                "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
-                "only cause; with train.dtype=float64, runs that are the same stay together"
-            )
-        if found.same_up_to_step:
-            return (
-                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}, and those of step "
-                f"{found.first_beyond} are the first that are not: {most}"
-            )
-        return f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
+        if not found.are_same:
+            return f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
+        return (
+            f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}; from step "
+            f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
+            "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
+            "only cause; with train.dtype=float64, runs that are the same stay together"
+        )
 
 
 def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> Comparison:
     """Compare two runs. `tolerance`: largest relative difference of losses; None: 1e-5 in the first 20 steps, then 1e-4."""
-    presets = [flat(run.preset) for run in (one, other)]
+    recipe = _different(_recipe(one), _recipe(other)) if one.recipe and other.recipe else None
+    own = (key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str))  # of a user's task
+    not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.not_learnt(task))}
     return Comparison(
-        recipe=_different(_learnt(one), _learnt(other)) if one.recipe and other.recipe else None,
-        not_learnt=tuple(key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str)),
-        preset=_different(*presets) if all(presets) else {},
+        recipe=recipe,
+        learnt=None if recipe is None else [key for key in recipe if key not in not_learnt],
         machines=_different(_machines(one), _machines(other)),
         results=_pairs(_results(one), _results(other)),
         fed=_fed_differences(one, other),
@@ -187,8 +158,8 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
     )
 
 
-def _learnt(run: PastRun) -> dict[str, Any]:
-    """The recipe by key. Of a task's file it tells the name and what stands in it, not where it lies."""
+def _recipe(run: PastRun) -> dict[str, Any]:
+    """Return the recipe by key. A task's file is its name and a digest of its contents, not its path."""
     digest = run.about.get("task_digest", "none")
     own = {"task": task_file.name_of(str(run.recipe["task"]))} if "task" in run.recipe else {}
     return {**flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
@@ -197,7 +168,7 @@ def _learnt(run: PastRun) -> dict[str, Any]:
 def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) -> LossDifferences:
     losses = [_losses_by_steps(run) for run in (one, other)]
     common = sorted((steps for steps in losses[0] if steps in losses[1]), key=lambda steps: steps[1])
-    differences = relative_differences(*([of_run[steps] for steps in common] for of_run in losses))
+    differences = [relative_difference(losses[0][steps], losses[1][steps]) for steps in common]
     ends = [last for _, last in common]
     at = max(range(len(common)), key=differences.__getitem__, default=None)
     before = common[0][0] - 1 if common else 0
@@ -221,17 +192,13 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) 
     )
 
 
-def relative_differences(references: Sequence[float], losses: Sequence[float]) -> list[float]:
-    """Return each |loss - reference| / |reference|: infinite where a loss is not finite, or only the reference 0."""
-
-    def difference(expected: float, found: float) -> float:
-        if not (math.isfinite(expected) and math.isfinite(found)):
-            return math.inf  # two that are not finite are not the same run either
-        if expected == found:
-            return 0.0
-        return abs(found - expected) / abs(expected) if expected else math.inf
-
-    return [difference(expected, found) for expected, found in zip(references, losses, strict=True)]
+def relative_difference(reference: float, loss: float) -> float:
+    """Return |loss - reference| / |reference|: infinite if one is not finite, or only the reference 0."""
+    if not (math.isfinite(reference) and math.isfinite(loss)):
+        return math.inf  # two that are not finite are not the same run either
+    if reference == loss:
+        return 0.0
+    return abs(loss - reference) / abs(reference) if reference else math.inf
 
 
 def _fed_differences(one: PastRun, other: PastRun) -> FedDifferences:
@@ -248,7 +215,7 @@ def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int |
 
 
 def _digests(run: PastRun) -> dict[int, str]:
-    """That of the samples of each step that counts."""
+    """Return the digest of the samples of each step that counts."""
     lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.Steps)]
     return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
 
@@ -258,7 +225,7 @@ def _learning_rates(run: PastRun) -> dict[int, float]:
 
 
 def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
-    """The loss of each line, by the steps of which it is the mean: those after the line before, or after a start."""
+    """Return the loss of each line, by the steps of which it is the mean: those after the line before, or after a start."""
     starts = [event.from_step for event in ledger.counting(run.events) if isinstance(event, ledger.Start)]
     losses, previous = {}, 0
     for line in run.metrics:
@@ -271,30 +238,26 @@ def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
 
 
 def _machines(run: PastRun) -> dict[str, Any]:
-    told = {key: run.about[key] for key in _MACHINES if key in run.about}
+    found = {key: run.about[key] for key in _MACHINES if key in run.about}
     ranks = run.about.get("ranks")
     if isinstance(ranks, list):  # of "HOST DEVICE"
-        told["hosts"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[0] for rank in ranks))
-        told["devices"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[2].partition(":")[0] for rank in ranks))
-    starts = [event for event in run.events if isinstance(event, ledger.Start)]
-    if starts:
-        told |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}
-    return told | flat({"versions": run.about.get("versions", {})})
+        found["hosts"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[0] for rank in ranks))
+        found["devices"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[2].partition(":")[0] for rank in ranks))
+    if starts := run.starts:
+        found |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}
+    return found | flat({"versions": run.about.get("versions", {})})
 
 
 def _results(run: PastRun) -> dict[str, Any]:
     last, tested = (lines[-1] if lines else {} for lines in (run.metrics, run.evaluations))
     speed, seen = f"{run.unit}_per_s", f"{run.unit}_seen"
     rates = [line[speed] for line in run.metrics if isinstance(line.get(speed), float)]
-    spent = account(run.events) if run.events and isinstance(run.events[0], ledger.Start) else None
     return {
         "steps": last.get("step"),
         **scores(run, tested),
         **{quantity: last[quantity] for quantity in reversed(quantities([run])) if quantity in last},
         **({seen: last[seen]} if run.unit != run_folder.UNIT and seen in last else {}),
         speed: statistics.median(rates) if rates else None,
-        "compute_s": spent.compute_s if spent else None,
-        "wall_s": spent.wall_s if spent else None,
     }
 
 
@@ -303,60 +266,49 @@ def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
-    return {key: pair for key, pair in _pairs(one, other).items() if pair[0] != pair[1]}
+    """Return the pairs of unequal values; the order within a value counts, as that of `optim.groups`."""
+    return {key: pair for key, pair in _pairs(one, other).items() if len({json.dumps(it, default=str) for it in pair}) > 1}
 
 
 def main(argv: list[str]) -> int:
-    """Compare runs from the command line; 0 only if they were the same run."""
+    """Compare two runs from the command line; 0 only if they were the same run."""
     parser = Parser(
         prog="samerun compare",
-        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1). More runs "
-        "become a table with a row each, which shows the runs that are the same as the first.",
+        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1).",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="output format; markdown and csv have a "
-                        "row for each run, also for two (default: table)")  # fmt: skip
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--tolerance", type=tolerance, help="largest relative difference between losses in the first "
                         f"{DECIDING_STEPS} steps of the same run (default: 1e-5 in the first 20 steps, then 1e-4)")  # fmt: skip
     options = parser.parse_all(argv)
-    if len(options.runs) < 2:
-        parser.error("give two runs, or more")
     runs = [past_run.read(folder) for folder in options.runs]
     for complaint in [complaint for run in runs for complaint in run.complaints]:
         past_run.say(complaint)
-    found = [compare(runs[0], other, tolerance=options.tolerance) for other in runs[1:]]
-    if len(found) > 1 or options.format in ("csv", "markdown"):
-        same = ["", *({True: "yes", False: "no", None: "not known"}[it.is_same] for it in found)]
-        rows = rows_of(runs, now=time.time())
-        write([row | {"same run as the first": word} for row, word in zip(rows, same, strict=True)], options.format)
-    elif options.format == "json":
-        values = asdict(found[0])
-        if math.isinf(found[0].losses.largest):
+    found = compare(*runs, tolerance=options.tolerance)
+    if options.json:
+        values = asdict(found)
+        if math.isinf(found.losses.largest):
             values["losses"]["largest"] = None  # JSON has no infinity
-        same_run = {"runs": [str(run.folder) for run in runs], "same_run": found[0].is_same, "verdict": str(found[0])}
+        same_run = {"runs": [str(run.folder) for run in runs], "same_run": found.is_same, "verdict": str(found)}
         sys.stdout.write(json.dumps({**same_run, **values}) + "\n")
     else:
-        from app.reports.plots import labels  # matplotlib takes half a second, which the others do not need
+        _print_tables(runs, found)
+    return 0 if found.is_same else 1
 
-        console = SafeConsole() if sys.stdout.isatty() else SafeConsole(width=120)
-        tables = {"recipe: what differs": found[0].recipe or {}, "preset: what differs": found[0].preset}
-        tables |= {"processes and versions: what differs": found[0].machines, "results": found[0].results}
-        for title, pairs in tables.items():
-            is_results = title == "results"
-            if not pairs and not is_results:
-                continue
-            table = Table()
-            table.add_column("")
-            for name in [*labels(runs), *(["difference"] if is_results else [])]:
-                table.add_column(escape(name), justify="right" if is_results else "left", overflow="fold")
-            for key, pair in pairs.items():
-                difference = [_difference(*pair)] if is_results else []
-                table.add_row(*(escape(cell) for cell in (key, *map(_text, pair), *difference)))
-            console.print(title)
-            console.print(table)
-        console.print(str(found[0]), markup=False, highlight=False)
-    return 0 if all(it.is_same for it in found) else 1
+
+def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
+    tables = {"recipe: what differs": found.recipe, "processes and versions: what differs": found.machines}
+    for title, pairs in (tables | {"results": found.results}).items():
+        is_results = title == "results"
+        table = Table("", title=title, title_justify="left")
+        for name in [*labels(runs), *(["difference"] if is_results else [])]:
+            table.add_column(escape(name), justify="right" if is_results else "left", overflow="fold")
+        for key, pair in (pairs or {}).items():
+            difference = [_difference(*pair)] if is_results else []
+            table.add_row(*(escape(cell) for cell in (key, *map(_text, pair), *difference)))
+        if table.rows:
+            console(120).print(table)
+    console(120).print(str(found), markup=False)
 
 
 def _text(value: Any) -> str:

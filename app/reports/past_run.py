@@ -93,11 +93,11 @@ class PastRun:
         return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
 
 
-def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return nested values by `section.key`."""
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a mapping and of its sections, by `key` and `section.key`."""
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
+    for name, value in values.items():
+        found |= {f"{name}.{key}": it for key, it in value.items()} if isinstance(value, Mapping) else {name: value}
     return found
 
 
@@ -225,6 +225,22 @@ def value_text(key: str, value: float, values: Sequence[float] = ()) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
+def time_parts(spent: ledger.TimeSpent) -> dict[str, float | None]:
+    """Return the seconds of each part of a run's time, by its name, and of the whole at the end; None: unknown."""
+    return {
+        "queue": spent.queue_s,
+        "start-up": spent.startup_s,
+        "compute": spent.compute_s,
+        "data wait": spent.data_wait_s,
+        "evaluation": spent.evaluation_s,
+        "saving": spent.saving_s,
+        "lost work": spent.lost_work_s,
+        "between starts": spent.down_s,
+        "other": spent.other_s,
+        "whole time": spent.wall_s,
+    }
+
+
 PATIENCE_S = 300.0
 """A run whose files are silent for longer is said to be; ten times the usual time between two lines if that is more."""
 
@@ -308,7 +324,7 @@ def _times(lines: Sequence[Any]) -> list[float]:
 def duration(seconds: float) -> str:
     """Return a time span in words of two units: `45 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
     if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0.0):.1f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0.0):.2g} s"
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= unit_s:
             whole, rest = divmod(int(seconds), unit_s)

@@ -12,7 +12,6 @@ import io
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,7 @@ from app.reports.past_run import (
     quantities,
     scores,
     state_of,
+    time_parts,
     value_text,
     words,
 )
@@ -51,18 +51,6 @@ FILE = "report.html"
 _INCHES = (4.1, 2.7)
 """Size of a plot. At 72 points an inch that is narrower than a phone's screen, so letters are not smaller there."""
 _MOST_NAMED = 20
-_MOST_TEXTS = 8
-_TIME_PARTS = {
-    "queue_s": ("in the queue", "from submitting the job until it was allocated"),
-    "startup_s": ("start-up", "until the first step, of every start"),
-    "compute_s": ("compute", "steps that count in the end"),
-    "data_wait_s": ("data wait", "waiting for data in these steps"),
-    "evaluation_s": ("evaluation", "on the validation split, and at the end on the test split"),
-    "saving_s": ("saving", "training paused to save a checkpoint"),
-    "lost_work_s": ("lost work", "repeated by a later start"),
-    "down_s": ("between starts", "from the last line of a start until the next"),
-    "other_s": ("other", "writing the result, and time that no line accounts for"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,18 +165,17 @@ def _facts(run: PastRun, state: State | None) -> list[Row]:
 
 def _curves(run: PastRun) -> list[dict[str, str]]:
     """Return the plots of the page: title, picture as a data URI, its description, and what is missing in it."""
-    import numpy as np
     from matplotlib.figure import Figure  # takes half a second, which the help does not need
 
-    from app.reports import plots
+    from app.reports import curves
 
     drawn = []
     rates = ("learning_rate", f"{run.unit}_per_s")
     for quantity in [*quantities([run]), *rates]:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
-        parts: list[plots.Part] | None = ["training"] if quantity in rates else None
-        notes = plots.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
+        parts: list[curves.Part] | None = ["training"] if quantity in rates else None
+        notes = curves.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
         if not axes.lines:
             continue
         title = words(quantity).replace(" per s", "/s")
@@ -196,11 +183,7 @@ def _curves(run: PastRun) -> list[dict[str, str]]:
             axes.set(ylabel=title, ylim=(0, 1.08 * axes.dataLim.y1 or None))
         if len(axes.lines) > 1:  # of one, the axis has its name
             figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-        courses = []
-        for line in axes.lines:
-            xs, ys = map(np.asarray, line.get_data())
-            courses.append(f"{line.get_label()!s} from {ys[0]:.4g} to {ys[-1]:.4g} until {xs[-1]:,.4g}")
-        alt = f"{axes.get_ylabel()} by {axes.get_xlabel()}: {'; '.join(courses)}."
+        alt = f"{axes.get_ylabel()} by {axes.get_xlabel()}: {', '.join(str(line.get_label()) for line in axes.lines)}."
         drawn.append({"title": _heading(title), "source": _svg_uri(figure), "alt": alt, "note": " ".join(dict.fromkeys(notes))})
     return drawn
 
@@ -211,20 +194,24 @@ def _heading(text: str) -> str:
 
 
 def _goodput(run: PastRun) -> dict[str, Any] | None:
-    """Return where every second of a run went: goodput, rows and their meanings; None if its ledger is missing."""
+    """Return where every second of a run went: goodput and rows; None if its ledger is missing."""
     if not run.events:
         return None
     if not isinstance(run.events[0], ledger.Start):
         raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is unknown.")
-    spent = ledger.account(run.events)
-    rows: list[Bar] = [("whole time", [duration(spent.wall_s), "100.0 %"], 1.0, 0.0)]
-    begin = 0.0
-    for part, (name, _) in _TIME_PARTS.items():
-        seconds: float | None = getattr(spent, part)
+    spent, begin, rows = ledger.account(run.events), 0.0, list[Bar]()
+    for name, seconds in time_parts(spent).items():
         share = (seconds or 0.0) / (spent.wall_s or 1.0)
-        rows.append((name, ["unknown", ""] if seconds is None else [duration(seconds), f"{100 * share:.1f} %"], share, begin))
+        rows.append(
+            (
+                name,
+                ["unknown" if seconds is None else duration(seconds), f"{100 * share:.1f} %"],
+                share,
+                min(begin, 1.0 - share),
+            )
+        )
         begin += share
-    return {"share": spent.share, "rows": rows, "meanings": list(_TIME_PARTS.values())}
+    return {"share": spent.share, "rows": rows}
 
 
 def _scores(run: PastRun) -> dict[str, Any] | None:
@@ -237,7 +224,7 @@ def _scores(run: PastRun) -> dict[str, Any] | None:
 
 
 def _named(run: PastRun) -> list[dict[str, Any]]:
-    """Return a table of each value of the result that has names below it; of many names the lowest and the highest values."""
+    """Return a table of each value of the result that has names below it; of many names the lowest values."""
     tables = []
     for key, values in run.result.items():
         below = values.items() if isinstance(values, Mapping) else ()
@@ -246,10 +233,8 @@ def _named(run: PastRun) -> list[dict[str, Any]]:
             continue
         caption, shown = _heading(words(key)), list(known.items())
         if len(shown) > _MOST_NAMED:
-            each = _MOST_NAMED // 2
-            caption += f": the {each} lowest and the {each} highest of {len(shown):,}"
-            shown.sort(key=lambda pair: pair[1])
-            shown = [*shown[:each], *shown[-each:]]
+            caption += f": the {_MOST_NAMED} lowest of {len(shown):,}"
+            shown = sorted(shown, key=lambda pair: pair[1])[:_MOST_NAMED]
         everything = list(known.values())
         longest = 1.0 if is_share(key, everything) else max(0.0, *everything) or 1.0
         rows = [(name, [value_text(key, value, everything)], max(0.0, value) / longest, 0.0) for name, value in shown]
@@ -258,10 +243,9 @@ def _named(run: PastRun) -> list[dict[str, Any]]:
 
 
 def _texts(run: PastRun) -> list[tuple[str, list[Row]]]:
-    """Return the texts of some evaluations, spread over the run, the latest first: a caption, and titles with texts."""
-    steps = list(dict.fromkeys(line["step"] for line in reversed(run.texts)))
+    """Return the texts of the last evaluation and of the first: a caption, and titles with texts."""
     shown = []
-    for step in steps[:: -(-len(steps) // _MOST_TEXTS) or 1]:
+    for step in sorted({line["step"] for line in (*run.texts[-1:], *run.texts[:1])}, reverse=True):
         own = [(line["title"], line["text"]) for line in run.texts if line["step"] == step]
         # A mark for each character that has no shape.
         own = [(title, "".join(it if it.isprintable() or it in "\n\t" else "\ufffd" for it in text)) for title, text in own]
@@ -276,13 +260,11 @@ def _starts(run: PastRun, state: State | None) -> list[list[str]]:
     for start, (number, following) in zip(run.starts, pairwise([*numbers, None]), strict=True):
         events = run.events[number:following]
         done = f"after step {max(map(ledger.last_step, events)):,}"
+        ended = f"killed or failed {done}"
         if isinstance(last := events[-1], ledger.End):
-            reason = run.outcome.get("reason") if following is None and last.outcome == "stopped" else None
-            ended = f"{last.outcome} {done}" + (f", because {reason}" if reason else "")
+            ended = f"{last.outcome} {done}"
         elif following is None:
             ended = state.word if state else "not known"
-        else:
-            ended = f"killed or failed {done}"
         processes, preset, job = str(start.world_size), start.preset or "none", start.job or "none"
         rows.append([moment(start.launched), f"{start.from_step:,}", ended, processes, preset, job])
     return rows
@@ -290,14 +272,11 @@ def _starts(run: PastRun, state: State | None) -> list[list[str]]:
 
 def _topology(run: PastRun) -> list[Row]:
     """Return the processes, hosts and devices of the last start, and how they shared the batch."""
-    hosts: dict[str, Counter[str]] = {}
+    hosts: dict[str, list[str]] = {}
     for rank in run.about.get("ranks", []):
         host, _, device = str(rank).rpartition(" ")
-        hosts.setdefault(host, Counter())[device] += 1
-    rows = []
-    for host, devices in hosts.items():
-        counts = [f"{number} x {device}" if number > 1 else device for device, number in devices.items()]
-        rows.append((f"devices of {host}", ", ".join(counts)))
+        hosts.setdefault(host, []).append(device)
+    rows = [(f"devices of {host}", ", ".join(dict.fromkeys(devices))) for host, devices in hosts.items()]
     keys = ("world_size", "preset", "strategy", "mixed_precision", "global_batch_size", "micro_batch", "accumulation",
             "resumed_from", "init_from", "commit")  # fmt: skip
     return [*rows, *((words(key), str(run.about[key])) for key in keys if run.about.get(key) is not None)]

@@ -7,7 +7,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from app.reports.past_run import PastRun, find, flat, last_scores, state_of, wor
 
 Row = dict[str, Any]
 FORMATS = ("table", "json", "csv", "markdown")
+_MOST_RECIPE_KEYS = 5
+"""Columns for recipe keys that differ; more make a table unreadable."""
 
 
 class SafeConsole(Console):
@@ -31,6 +33,11 @@ class SafeConsole(Console):
         """Return rich's segments; only those that rich itself has made may command the terminal."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
+
+
+def console(width: int = 160) -> SafeConsole:
+    """Return a console as wide as the terminal, or `width` characters without one."""
+    return SafeConsole(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def main(argv: list[str]) -> int:
@@ -90,6 +97,15 @@ def _keys(values: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(key for one in values for key in one))
 
 
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows, which all have the same columns, as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 def write(rows: Sequence[Row], form: str) -> None:
     """Print rows, which all have the same columns, in one of FORMATS."""
     keys = list(rows[0])
@@ -98,35 +114,23 @@ def write(rows: Sequence[Row], form: str) -> None:
     if form == "json":
         sys.stdout.write(json.dumps(rows) + "\n")
     elif form == "csv":
-        written = io.StringIO()
-        writer = csv.DictWriter(written, keys, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        sys.stdout.write(printable(written.getvalue()))
+        sys.stdout.write(printable(as_csv(rows)))
     elif form == "markdown":
         lines = [heads.values(), ["---"] * len(keys), *(map(_text, row.values()) for row in rows)]
         for line in lines:
             sys.stdout.write(printable(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n"))
     else:
-        console = SafeConsole() if sys.stdout.isatty() else SafeConsole(width=160)
-        hidden: list[str] = []
-        while True:
-            table = Table()
-            for key in keys:
-                table.add_column(
-                    escape(heads[key]), justify="right" if key in {*numbers, "step", "of"} else "left", overflow="fold"
-                )
-            for row in rows:
-                table.add_row(*(escape(_text(row[key])) for key in keys))
-            recipe_keys = [key for key in keys if "." in key]
-            if not recipe_keys or console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
-                break
-            hidden.insert(0, recipe_keys[-1])  # so that each of the others has a line for itself
-            keys.remove(recipe_keys[-1])
-        console.print(table)
+        table, hidden = Table(), [key for key in keys if "." in key][_MOST_RECIPE_KEYS:]
+        shown = [key for key in keys if key not in hidden]
+        for key in shown:
+            table.add_column(
+                escape(heads[key]), justify="right" if key in {*numbers, "step", "of"} else "left", overflow="fold"
+            )
+        for row in rows:
+            table.add_row(*(escape(_text(row[key])) for key in shown))
+        console().print(table)
         if hidden:
-            told = f"too wide to show, and also different: {', '.join(hidden)} (--format csv has all)"
-            console.print(told, markup=False, highlight=False)
+            console().print(f"also different: {', '.join(hidden)} (--format csv has all)", markup=False)
 
 
 def _text(value: Any) -> str:

@@ -10,8 +10,6 @@ finished runs are reused; others start again from their first step, because a re
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import shutil
 import statistics
@@ -27,7 +25,7 @@ from app.options import Parser, names, numbers, positive
 from app.recipe import recipe_file
 from app.reports import past_run
 from app.reports.curves import write_figure
-from app.reports.runs import write
+from app.reports.runs import as_csv, write
 from app.runs import run_folder
 from launch import cases, preset
 from launch.cases import RunCase
@@ -131,10 +129,9 @@ def _rate(run_dir: Path, first: int, last: int) -> tuple[str, float]:
         seen = end[f"{run.unit}_seen"] - begin[f"{run.unit}_seen"]
         return run.unit, float(seen / (end["training_s"] - begin["training_s"]))
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        complaints = "".join(f"; {complaint}" for complaint in run.complaints)
         raise RunFolderError(
-            f"{run_dir / run_folder.METRICS} is broken or lacks step {first} or {last} ({error!r}){complaints}: delete the "
-            "folder, and the same command measures it again"
+            f"{run_dir / run_folder.METRICS} is broken or lacks step {first} or {last} ({error!r}): delete the folder, and the "
+            "same command measures it again"
         ) from error
 
 
@@ -150,11 +147,10 @@ def _measured(
     problems: dict[Size, list[str]] = {size: [] for size, _ in planned}
     for size, case in planned:
         try:
-            if case.name in reasons:
-                problems[size].append(reasons[case.name])
-            else:
-                unit, rate = _rate(case.run_dir, first, last)
-                rates[size].append(rate)
+            if reason := reasons.get(case.name):
+                raise RunFolderError(reason)
+            unit, rate = _rate(case.run_dir, first, last)
+            rates[size].append(rate)
         except RunFolderError as error:
             problems[size].append(str(error))
     rows = []
@@ -181,46 +177,35 @@ def _measured(
 
 def _write_results(out: Path, unit: str, rows: Sequence[Mapping[str, Any]], *, title: str) -> list[Path]:
     """Print the table, and return the files that were written: the CSV, and the figure if anything was measured."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     files = [out / "scaling.csv"]
-    run_folder.write_text(files[0], text.getvalue())
+    run_folder.write_text(files[0], as_csv(rows))
     if measured := [row for row in rows if row["runs"]]:
         write([{key: value for key, value in row.items() if key != "problems"} for row in measured], "table")
-        files += write_figure(_figure(measured, unit, title), out / "scaling", "pdf", "png")
+        files += write_figure(_figure(measured, unit, title), out / "scaling")
     return files
 
 
 def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
     """Draw throughput with its deviation, and efficiency, over the number of devices."""
     from matplotlib.figure import Figure  # takes half a second, which the help does not need
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     throughput, efficiency = figure.subplots(1, 2)
-    lines = itertools.cycle([("o", "-"), ("s", "--"), ("^", "-."), ("D", ":")])
-    for (name, group), (marker, line) in zip(itertools.groupby(rows, key=lambda row: row["preset"]), lines, strict=False):
+    looks = itertools.cycle(["o-", "s--", "^-.", "D:"])
+    for (name, group), look in zip(itertools.groupby(rows, key=lambda row: row["preset"]), looks, strict=False):
         points = list(group)
         devices, rates = [row["devices"] for row in points], [row[f"{unit}_per_s"] for row in points]
-        style: dict[str, Any] = {"marker": marker, "linestyle": line, "label": name, "markersize": 5}
         deviations = [row[f"{unit}_per_s_deviation"] or 0.0 for row in points]
-        throughput.errorbar(devices, rates, yerr=deviations, capsize=3, **style)
+        throughput.errorbar(devices, rates, yerr=deviations, capsize=3, fmt=look, label=name)
         throughput.plot(devices, [rates[0] * number / devices[0] for number in devices], color="0.7", zorder=1)
-        efficiency.plot(devices, [row["efficiency"] for row in points], **style)
+        efficiency.plot(devices, [row["efficiency"] for row in points], look, label=name)
     throughput.set(ylabel=f"{unit}/s (grey: ideal)", yscale="log")
-    throughput.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    throughput.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-    throughput.yaxis.set_minor_formatter(NullFormatter())
     efficiency.axhline(1.0, color="0.7", zorder=1)
-    efficiency.set(ylabel="efficiency", ylim=(0, max(1.1, *(1.1 * row["efficiency"] for row in rows))))
+    efficiency.set(ylabel="efficiency", ylim=(0, None))
     ticks = sorted({row["devices"] for row in rows})
     for axes in (throughput, efficiency):
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("devices")
+        axes.set(xlabel="devices", xscale="log")
         axes.set_xticks(ticks, [str(number) for number in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(visible=True, color="0.9", linewidth=0.6)
         axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.recipe import recipe_file, recipe_keys, task_file
+from app.recipe import recipe_file, task_file
 
 FILE = "README.md"
 LOADED_BY_US = """\
@@ -119,8 +119,8 @@ def _training(weights: Mapping[str, Any]) -> str:
 def _differing(recipe: Mapping[str, Any]) -> str:
     """Return the keys that are not at their defaults, as YAML; of paths the last part alone."""
     task = recipe["task"]
-    defaults = recipe_keys.flat(recipe_keys.build({"task": task}))
-    hidden, paths = recipe_keys.not_learnt(task), recipe_keys.places(task)
+    defaults = recipe_file.flat(recipe_file.build({"task": task}))
+    hidden, paths = recipe_file.not_learnt(task), recipe_file.places(task)
     shown = {
         key: _name(value) if key in paths and isinstance(value, str) else value
         for key, value in recipe.items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from app.environment.topology import Topology
-from app.errors import RecipeError, RunFolderError, TopologyError, printable
+from app.errors import RecipeError, RunFolderError, TopologyError, UsageError, printable
 from app.options import Parser, names, numbers, positive, tolerance
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
@@ -40,15 +40,9 @@ _NEAR_FLOOR = 10
 _QUICK_STEPS = 3
 _QUICK_SAMPLES = 32
 """Samples of a global batch for --quick, if the size of groups allows it: rules do not depend on it, but time does."""
-_OWN_KEYS = {
-    "train.steps": "; use --steps",
-    "train.epochs": "; use --steps",
-    "train.max_micro_batch": "; use --accumulation",
-    "train.evaluate_every_epochs": "",
-    "train.evaluate_every_steps": "",
-    "log.every_steps": "",
-}
-"""Keys that the comparison sets itself, and what to use instead."""
+_OWN_KEYS = {"train.steps", "train.epochs", "train.max_micro_batch", "train.evaluate_every_epochs",
+             "train.evaluate_every_steps", "log.every_steps"}  # fmt: skip
+"""Keys that the comparison sets itself."""
 
 
 @dataclass(frozen=True)
@@ -71,33 +65,30 @@ _REFERENCE, _FLOOR = Variant("cpu", 1, 1), Variant("cpu", 1, 2)
 def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun parity` with these arguments; 0 only if every case is the same run as the reference. Raises SamerunError."""
     options = _parser().parse_all(argv)
-    own = _OWN_KEYS | ({"train.global_batch_size": ""} if options.quick else {})
-    given = [key for word in options.overrides if (key := word.partition("=")[0].strip()) in own]
-    if given:
-        raise RecipeError(*(f"{key} (command line): the comparison sets it{own[key]}" for key in given))
+    own = _OWN_KEYS | ({"train.global_batch_size"} if options.quick else set())
+    if given := [word for word in options.overrides if word.partition("=")[0].strip() in own]:
+        raise RecipeError(f"{', '.join(given)} (command line): the comparison sets this; use --steps and --accumulation")
     if options.quick:
         options.steps, options.presets, options.processes, options.accumulation = _QUICK_STEPS, ["multi_gpu"], [2], [1]
         options.overrides.append(f"train.global_batch_size={quick_batch(options.recipe, options.overrides)}")
         environment = {**environment, "CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share a GPU
+    if options.keep and os.path.lexists(options.keep):  # runs of an earlier state of the task could be in it
+        raise UsageError(f"--keep {options.keep} exists: choose a new folder")
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
         planned, reference, floor = _plan(options, Path(folder), environment, say)
-        others = list(planned.values())
-        if isinstance(floor, RunCase) and floor not in others:
-            others.append(floor)
-        failed: dict[str, int] = {}
-        for part in ([reference], others):
-            stopped, failures = cases.run(part, environment, say=say, command=["samerun", "parity", *argv], logged=True)
-            if stopped is not None:
-                return stopped
-            failed |= failures
-            if reference.name in failed:  # nothing can be compared with it
-                print_text(f"{reference.name}: {_failure(reference, failed)}")
-                return 1
+        all_cases = {case.name: case for case in (reference, *planned.values(), floor) if isinstance(case, RunCase)}
+        command = ["samerun", "parity", *argv]
+        stopped, failed = cases.run(list(all_cases.values()), environment, say=say, command=command, logged=True)
+        if stopped is not None:
+            return stopped
+        if reference.name in failed:
+            print_text(f"{reference.name}: {_failure(reference, failed)}")
+            return 1
         first = run_of(reference, _REFERENCE, steps=options.steps)
 
-        def compared(case: RunCase, variant: Variant) -> Comparison | str:
-            if case.name in failed:
-                return _failure(case, failed)
+        def compared(case: RunCase | str, variant: Variant) -> Comparison | str:
+            if isinstance(case, str) or case.name in failed:
+                return case if isinstance(case, str) else _failure(case, failed)
             try:
                 found = compare(first, run_of(case, variant, steps=options.steps), tolerance=options.tolerance)
             except RunFolderError as error:
@@ -106,7 +97,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
             return found if known == options.steps else f"its ledger has the samples of {known} of {options.steps} steps"
 
         found = {variant: compared(case, variant) for variant, case in planned.items()}
-        least = compared(floor, _FLOOR) if isinstance(floor, RunCase) else floor
+        least = compared(floor, _FLOOR)
     return report(found, least, steps=options.steps)
 
 
@@ -129,12 +120,8 @@ def _plan(
     reference = case_of(_REFERENCE, recipe, options, folder / "reference", environment)
     if isinstance(reference, str):
         raise RecipeError(f"the reference, {_REFERENCE}, cannot run: {reference}")
-    floor = planned.get(_FLOOR) or case_of(_FLOOR, recipe, options, folder / "floor", environment)
-    for case in (reference, floor, *planned.values()):
-        if isinstance(case, RunCase) and case.run_dir.exists() and not case.is_finished:
-            shutil.rmtree(case.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    return planned, reference, floor
+    return planned, reference, planned.get(_FLOOR) or case_of(_FLOOR, recipe, options, folder / "floor", environment)
 
 
 def case_of(
@@ -209,22 +196,21 @@ def report(found: Mapping[Variant, Comparison | str], floor: Comparison | str, *
     else:
         least = floor.losses.largest
         print_text(f"floor: one process differs from itself by {least:.1e} with two passes a batch")
-        explained = [
-            variant
-            for variant, one in parted.items()
-            if variant != _FLOOR and one.fed.is_same and not one.learnt and one.losses.largest <= _NEAR_FLOOR * least
-        ]
-        others = [str(variant) for variant in parted if variant not in explained and variant != _FLOOR]
-        if explained:
+        explained: dict[bool, list[str]] = {True: [], False: []}
+        for variant, one in parted.items():
+            if variant != _FLOOR:
+                is_near = one.fed.is_same and not one.learnt and one.losses.largest <= _NEAR_FLOOR * least
+                explained[is_near].append(str(variant))
+        if explained[True]:
             print_text(
-                f"the floor explains {', '.join(map(str, explained))}: less than {_NEAR_FLOOR} times the floor, with the same "
+                f"the floor explains {', '.join(explained[True])}: less than {_NEAR_FLOOR} times the floor, with the same "
                 "samples and rates. Either the loss of a sample depends on others of its pass (as with batch normalization), "
                 "on earlier passes or on torch's random numbers, or the recipe amplifies rounding: a lower learning rate, a "
                 "warm-up, or no kinks (ReLU, maxima) lower the floor"
             )
-        if others:
+        if explained[False]:
             print_text(
-                f"the floor does not explain {', '.join(others)}: something there depends on the topology, such as "
+                f"the floor does not explain {', '.join(explained[False])}: something there depends on the topology, such as "
                 "the rank, or a random state that differs in each process, in what reads a sample or makes a batch ready"
             )
     return 0 if not parted and not any(isinstance(one, str) for one in found.values()) else 1
@@ -242,35 +228,20 @@ def _parser() -> Parser:
         description="Run a recipe for a few steps under several presets and numbers of processes, one after the other. "
         "Compare losses, learning rates and samples with one process on the CPU, step by step.",
     )
-    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="check a task's rules in about a minute: 3 small steps on the CPU with 1 process, 1 process with gradient "
-        "accumulation, and 2 processes; of the other options only --recipe, --tolerance and --keep apply",
-    )
-    parser.add_argument("--presets", type=names, default=["multi_gpu"], help="presets, comma-separated (default: multi_gpu)")
-    parser.add_argument(
-        "--processes", type=numbers, default=[1, 2], help="numbers of processes, comma-separated (default: 1,2)"
-    )
-    # The spellings of other commands, and of Accelerate.
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--preset", "--config_file", dest="presets", type=names, **hidden)
-    parser.add_argument("--num_processes", dest="processes", type=numbers, **hidden)
-    parser.add_argument(
-        "--accumulation",
-        type=numbers,
-        default=[1],
-        help="gradient accumulation: forward passes per step, such as 1,2 (default: 1)",
-    )
-    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
-    parser.add_argument(
-        "--tolerance",
-        type=tolerance,
-        help="largest relative difference between losses (default: 1e-5 in the first 20 steps, then 1e-4)",
-    )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="keep the run folders and the output of all cases in DIR; finished runs are not repeated"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values for all cases")
+    add = parser.add_argument
+    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    add("--quick", action="store_true", help="check a task's rules in about a minute: 3 small steps on the CPU with 1 process, "
+        "1 process with gradient accumulation, and 2 processes; of the other options only --recipe, --tolerance and --keep "
+        "apply")  # fmt: skip
+    add("--presets", "--preset", "--config_file", type=names, default=["multi_gpu"],
+        help="presets, comma-separated (default: multi_gpu)")  # fmt: skip
+    add("--processes", "--num_processes", type=numbers, default=[1, 2],
+        help="numbers of processes, comma-separated (default: 1,2)")  # fmt: skip
+    add("--accumulation", type=numbers, default=[1],
+        help="gradient accumulation: forward passes per step, such as 1,2 (default: 1)")  # fmt: skip
+    add("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
+    add("--tolerance", type=tolerance,
+        help="largest relative difference between losses (default: 1e-5 in the first 20 steps, then 1e-4)")  # fmt: skip
+    add("--keep", metavar="DIR", help="keep the run folders and the output of all cases in DIR, a new folder")
+    add("overrides", nargs="*", metavar="key=value", help="recipe values for all cases")
     return parser

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,22 +17,52 @@ from app import tasks
 from app.environment.degrees import Degrees
 from app.environment.launched import Sharding
 from app.environment.topology import Topology
-from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError
+from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError, did_you_mean
 from app.options import Parser, names, numbers, positive, share
-from app.planning import devices
-from app.planning.devices import GIB
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import Recipe
+from app.reports.past_run import duration
 from launch import preset as presets
 from launch.preset import Preset
 
+GIB = 2**30
+_UNITS = {"mib": 2**20, "gib": GIB, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+# torch's name, and the GiB that torch calls the total capacity: less than a data sheet's 80 GB, because error correction takes
+# a share on some, and the driver on all. Each is the least that was observed.
+DEVICES = {
+    "b200": ("NVIDIA B200", 178.3),  # data sheet: 180 GB
+    "gh200": ("NVIDIA GH200 480GB", 94.5),  # 96 GB
+    "h200": ("NVIDIA H200", 139.7),  # 141 GB
+    "h100": ("NVIDIA H100 80GB HBM3", 79.1),  # 80 GB
+    "h100-pcie": ("NVIDIA H100 PCIe", 79.1),  # 80 GB
+    "h100-nvl": ("NVIDIA H100 NVL", 93.0),  # 94 GB
+    "a100-80": ("NVIDIA A100-SXM4-80GB", 79.1),  # 80 GB
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 39.3),  # 40 GB
+    "a40": ("NVIDIA A40", 44.3),  # 48 GB, some of it for error correction
+    "a30": ("NVIDIA A30", 23.5),  # 24 GB
+    "a10": ("NVIDIA A10", 21.9),  # 24 GB, some of it for error correction
+    "l40s": ("NVIDIA L40S", 44.3),  # 48 GB, some of it for error correction
+    "l40": ("NVIDIA L40", 44.3),  # 48 GB, some of it for error correction
+    "l4": ("NVIDIA L4", 21.9),  # 24 GB, some of it for error correction
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 23.5),  # 24 GB
+    "rtx3090": ("NVIDIA GeForce RTX 3090", 23.5),  # 24 GB
+    "v100-32": ("Tesla V100-SXM2-32GB", 31.7),  # 32 GB
+    "v100-16": ("Tesla V100-SXM2-16GB", 15.7),  # 16 GB
+    "t4": ("Tesla T4", 14.5),  # 16 GB, some of it for error correction
+    "mi300x": ("AMD Instinct MI300X", 191.9),  # 192 GB
+    "mi250x": ("AMD Instinct MI250X", 63.9),  # half of 128 GB: it is two devices
+}
+
+_UTILIZATION = 0.9
+"""Share of a device's memory to plan with; the rest is for the CUDA context, NCCL and fragmentation."""
 _RECOMPUTED = 4 / 3
 """Arithmetic of a step that recomputes its blocks, relative to one that does not: the backward pass is two forward passes."""
 _BLOCKS = "blocks"
 """The value of train.checkpoint_activations that recomputes blocks."""
-_REMEDY = "take more devices, or devices or nodes with more memory, or a smaller model"
+_REMEDY = "take more devices, or devices with more memory, or a smaller model"
 Row = dict[str, Any]
 """A preset on a number of devices, with or without recomputation, as the plan's JSON has it."""
 
@@ -52,6 +83,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def find_device(text: str) -> tuple[str, int]:
+    """Return torch's name and the bytes of a device, given by its name or by a memory such as 24GiB. Raises UsageError."""
+    name = text.strip().lower()
+    if name in DEVICES:
+        torch_name, gib = DEVICES[name]
+        return torch_name, int(gib * GIB)
+    if match := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", name):
+        return "", int(float(match[1]) * _UNITS[match[2]])
+    near = [each for each in DEVICES if each.startswith(f"{name}-")]
+    hint = f"did you mean {' or '.join(near)}?" if near else did_you_mean(name, DEVICES)
+    raise UsageError(f"--device is {text!r}: {hint} Known are {', '.join(DEVICES)}, or give its memory, such as 24GiB")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Given:
     """What all rows of a plan have in common."""
@@ -62,8 +106,6 @@ class _Given:
     """Whether the model has blocks, which can be recomputed."""
     usable: int
     """Bytes of each device to plan with."""
-    usable_host: int | None
-    """Bytes of a node's host memory to plan with; None: unknown."""
     step_s: float | None
     """Seconds of a step on one device at the assumed utilization; None: unknown."""
 
@@ -74,14 +116,14 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     from app.planning import blueprint
     from app.task import Form
 
-    loaded, device = recipe_file.load(options.recipe, options.overrides), devices.named(options.device)
+    loaded, (torch_name, bytes_of_device) = recipe_file.load(options.recipe, options.overrides), find_device(options.device)
 
     def per_s(precision: str) -> float | None:
-        return flops.peak_of(device.torch_name, mixed_precision=precision, tf32=False) if device.torch_name else None
+        return flops.peak_of(torch_name, mixed_precision=precision, tf32=False) if torch_name else None
 
-    if options.mixed_precision == "bf16" and device.torch_name and not per_s("bf16"):
+    if options.mixed_precision == "bf16" and torch_name and not per_s("bf16"):
         raise PresetError(
-            f"--mixed-precision is bf16, which {device.name} does not compute in: it has float32 and fp16, so give "
+            f"--mixed-precision is bf16, which {options.device} does not compute in: it has float32 and fp16, so give "
             "--mixed-precision fp16 or no"
         )
     precision = options.mixed_precision or ("bf16" if per_s("bf16") else "no")
@@ -95,8 +137,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
         recipe=loaded.recipe,
         precision=precision,
         has_blocks=any(type(module).__name__ in model.classes for module in model.model.modules()),
-        usable=round(options.memory_utilization * device.memory),
-        usable_host=None if options.host_memory is None else round(options.memory_utilization * options.host_memory),
+        usable=round(_UTILIZATION * bytes_of_device),
         step_s=step_flops / (flops_per_s * options.mfu) if step_flops and flops_per_s else None,
     )
     advice = []
@@ -109,10 +150,8 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "recipe": loaded.name,
         "parameters": model.parameters,
-        "device": {"name": device.name, "memory": device.memory, "usable": given.usable},
-        "host_memory": {"of_a_node": options.host_memory, "usable": given.usable_host},
+        "device": {"name": options.device, "memory": bytes_of_device, "usable": given.usable},
         "precision": precision,
-        "calibrated": False,
         "assumed": {"flops_of_a_step": step_flops, "flops_per_s_of_a_device": flops_per_s, "utilization": options.mfu},
         "devices": advice,
     }
@@ -176,19 +215,12 @@ def _row(given: _Given, preset: Preset, number: int, nodes: int, activations: st
     except (PresetError, RecipeError, TopologyError) as error:  # such a sharding of the batch or the model is impossible
         return {**row, "problem": str(error)}
     size, memory = found[-1]
-    host, step_s = memory.host * (number // nodes), None
-    if given.step_s is not None and memory.total <= given.usable:
-        step_s = given.step_s / number * (_RECOMPUTED if case.recomputes else 1.0)
-    return {
-        **row,
-        "fits": memory.total <= given.usable and (given.usable_host is None or host <= given.usable_host),
-        "micro_batch": size,
-        "accumulation": samples // size,
-        "memory": {**memory._asdict(), "total": memory.total},
-        "host_of_a_node": host,
-        "step_s": step_s,
-        "training_s": None if step_s is None or train.steps is None else train.steps * step_s,
-    }
+    row |= {"fits": memory.total <= given.usable, "micro_batch": size, "accumulation": samples // size}
+    row |= {"memory": {**memory._asdict(), "total": memory.total}, "host_of_a_node": memory.host * (number // nodes)}
+    if row["fits"] and given.step_s is not None:
+        row["step_s"] = given.step_s / number * (_RECOMPUTED if case.recomputes else 1.0)
+        row["training_s"] = train.steps and train.steps * row["step_s"]
+    return row
 
 
 def _command(options: argparse.Namespace, given: _Given, row: Row) -> str:
@@ -209,21 +241,20 @@ def _command(options: argparse.Namespace, given: _Given, row: Row) -> str:
 
 def _lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     """Yield the plan as text: a table for each number of devices, the cheapest there, and what is assumed."""
-    device, host, assumed = plan["device"], plan["host_memory"], plan["assumed"]
+    device, assumed = plan["device"], plan["assumed"]
     yield (
         f"{plan['recipe']}: {_amount(plan['parameters'])} parameters, mixed_precision {plan['precision']}, on {device['name']} "
         f"({_gib(device['memory'])} GiB each, {_gib(device['usable'])} planned); not calibrated on a GPU"
     )
     for each in plan["devices"]:
         number, rows, best = each["devices"], each["rows"], each["cheapest"]
-        nodes = rows[0]["nodes"] if rows else 1
-        where = f"{number} device{'s' * (number > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+        where = f"{number} device{'s' * (number > 1)}"
         problems = list(dict.fromkeys(row["problem"] for row in rows if row["problem"]))
         if not any(row["memory"] for row in rows):
             yield f"\n{where}  not possible: {'; '.join(problems) or 'no preset runs on this number of devices'}"
             continue
         yield ""
-        yield from _table(where, [row for row in rows if row["memory"]], device["usable"], host["usable"])
+        yield from _table(where, [row for row in rows if row["memory"]], device["usable"])
         yield from (f"  {problem}" for problem in problems)
         if best is None:
             yield f"  nothing fits: {_REMEDY}"
@@ -231,40 +262,31 @@ def _lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
         again = " with checkpoint_activations" * (best["checkpoint_activations"] == _BLOCKS)
         yield f"  cheapest: {best['preset']}{again}, micro-batch {best['micro_batch']}"
         if best["step_s"] is not None:
-            whole = "" if best["training_s"] is None else f", {_time(best['training_s'])} for all steps"
-            yield f"  about {_time(best['step_s'])} per step{whole}"
+            whole = "" if best["training_s"] is None else f", {duration(best['training_s'])} for all steps"
+            yield f"  about {duration(best['step_s'])} per step{whole}"
         yield f"  {best['command']}"
-    yield (
-        f"\nassumed: {options.memory_utilization:.0%} of a device's memory is planned with (--memory-utilization); the rest is "
-        "left for the CUDA context, NCCL and fragmentation"
-    )
-    if assumed["flops_per_s_of_a_device"]:
+    yield f"\nassumed: {_UTILIZATION:.0%} of a device's memory; the rest is left for the CUDA context, NCCL and fragmentation"
+    if per_s := assumed["flops_per_s_of_a_device"]:
         yield (
-            f"assumed: {options.mfu:.0%} of {assumed['flops_per_s_of_a_device'] / 1e12:,.0f} TFLOP/s per device (--mfu); "
-            "recomputing blocks adds a third; communication is assumed to overlap with computing"
+            f"assumed: {options.mfu:.0%} of {per_s / 1e12:,.0f} TFLOP/s per device (--mfu); recomputing blocks adds a third; "
+            "communication is assumed to overlap with computing"
         )
     else:
         yield f"the training time is unknown: no FLOP/s of {device['name']} are known"
     if any(row["host_of_a_node"] for each in plan["devices"] for row in each["rows"]):
-        checked = "whether it fits is not checked: give --host-memory, such as 512GiB"
-        if host["usable"] is not None:
-            checked = f"{_gib(host['usable'])} of {_gib(host['of_a_node'])} GiB are planned with"
-        yield f"host per node: offloaded state only, without Python, the libraries and the data; {checked}"
+        yield "host per node: offloaded state only, without Python, the libraries and the data; whether it fits is not checked"
 
 
-def _table(where: str, rows: Sequence[Row], usable: int, usable_host: int | None) -> Iterator[str]:
+def _table(where: str, rows: Sequence[Row], usable: int) -> Iterator[str]:
     kinds = [kind for kind in rows[0]["memory"] if kind != "host" and any(_gib(row["memory"][kind]) != "0.0" for row in rows)]
     has_host = any(row["host_of_a_node"] for row in rows)
     table = [[where, "recomputed", *kinds, *["host per node"] * has_host, "", "micro-batch"]]
     for row in rows:
-        too_much = f"> {_gib(usable)}" if row["memory"]["total"] > usable else f"host > {_gib(usable_host or 0)}"
         host = [_gib(row["host_of_a_node"]) if row["host_of_a_node"] else "-"] * has_host
         sizes = [_gib(row["memory"][kind]) for kind in kinds]
-        again, batch = (
-            "yes" if row["checkpoint_activations"] == _BLOCKS else "no",
-            f"{row['micro_batch']} x {row['accumulation']}",
-        )
-        table.append([row["preset"], again, *sizes, *host, "fits" if row["fits"] else too_much, batch])
+        again, batch = row["checkpoint_activations"] == _BLOCKS, f"{row['micro_batch']} x {row['accumulation']}"
+        fits = "fits" if row["fits"] else f"> {_gib(usable)}"
+        table.append([row["preset"], "yes" if again else "no", *sizes, *host, fits, batch])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for first, second, *others in table:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[2:], strict=True)]
@@ -277,20 +299,6 @@ def _gib(size: int) -> str:
 
 def _amount(number: float) -> str:
     return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
-
-
-def _time(seconds: float) -> str:
-    """Return a time with its unit: `3.2 s`, `4.0 h`, `12.5 days`."""
-    for most, unit, name in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (2 * 86400.0, 3600.0, "h")):
-        if seconds < most:
-            return f"{seconds / unit:.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
-    return f"{seconds / 86400.0:,.1f} days"
-
-
-def _size(text: str) -> int:
-    if not (size := devices.size_of(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a size, such as 512GiB")
-    return size
 
 
 def _parser() -> Parser:
@@ -306,14 +314,9 @@ def _parser() -> Parser:
     add("--presets", type=names, default=[], help="presets, comma-separated (default: all shipped presets)")
     add("--devices", type=numbers, default=[1, 8], help="numbers of devices, comma-separated (default: 1,8)")
     add("--nodes-of", type=positive, default=8, metavar="N", help="devices per node (default: 8)")
-    kinds = ", ".join(devices.DEVICES)
-    add("--device", default="h100", help=f"kind of device: {kinds}; or its memory, such as 24GiB (default: h100)")
+    add("--device", default="h100", help=f"kind of device: {', '.join(DEVICES)}; or its memory, such as 24GiB (default: h100)")
     add("--mixed-precision", choices=presets.PRECISIONS,
         help="precision (default: bf16 if the device is known to support it, else no)")  # fmt: skip
-    add("--host-memory", type=_size, metavar="SIZE", help="host memory of a node, such as 512GiB, into which offloaded state "
-        "must fit (default: unknown; the plan then only shows what is needed)")  # fmt: skip
-    add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory, and of a node's "
-        "host memory, to plan with; the rest is for the CUDA context, NCCL and fragmentation (default: 0.9)")  # fmt: skip
     add("--mfu", type=share, default=0.4, metavar="SHARE",
         help="assumed utilisation: model FLOP/s as a share of the device's peak (default: 0.4)")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of a table")

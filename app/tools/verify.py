@@ -8,22 +8,21 @@ once. Works for a run that goes on, was killed, or was copied elsewhere: it read
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError, printable
 from app.files import yaml_text
 from app.options import Parser
-from app.recipe import recipe_keys
-from app.recipe.schema import Recipe
+from app.reports.past_run import flat, time_parts
 from app.runs import ledger, run_folder
 from app.runs.ledger import Evaluated, Event, Start, Steps, TimeSpent, account
 
@@ -54,7 +53,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether every step so far was fed what the recipe says, exactly once."""
+        """Return True if every step so far was fed what the recipe says, exactly once."""
         return not (self.missing or self.doubled or self.different)
 
     def __str__(self) -> str:
@@ -115,29 +114,19 @@ def verify(run_dir: Path) -> tuple[Verdict, TimeSpent]:
     if not events or not isinstance(events[0], Start):
         lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is missing."
         raise RunFolderError(" ".join([lost, *([left_out] if left_out else [])]))
-    verdict = examine(events, _recipe(run_dir / run_folder.RECIPE))
+    path = run_dir / run_folder.RECIPE  # not as a recipe, because a task's file may be gone
+    text, _ = yaml_text.compose(path, name=str(path), error=RecipeError)
+    values = yaml.safe_load(text)
+    recipe = flat(values if isinstance(values, dict) else {})
+    seed, global_batch_size = recipe.get("seed"), recipe.get("train.global_batch_size")
+    if type(seed) is not int or type(global_batch_size) is not int:
+        raise RecipeError(f"{path} lacks seed or train.global_batch_size: it is truncated or belongs to another run")
+    verdict = examine(events, seed=seed, global_batch_size=global_batch_size)
     return replace(verdict, left_out=left_out), account(events)
 
 
-def _recipe(path: Path) -> Recipe:
-    """What the samples of a step follow from, of the run's recipe: a task's file may be gone. Raises RecipeError."""
-    text, _ = yaml_text.compose(path, name=str(path), error=RecipeError)
-    written = yaml.safe_load(text)
-    of_train = written.get("train") if isinstance(written, dict) else None
-    found = {
-        "seed": written.get("seed") if isinstance(written, dict) else None,
-        "train.global_batch_size": of_train.get("global_batch_size") if isinstance(of_train, dict) else None,
-    }
-    unsaid = [key for key, value in found.items() if type(value) is not int]
-    if unsaid:
-        raise RecipeError(
-            f"{path} does not say {' and '.join(unsaid)}, so it is truncated or belongs to another run: nothing can be verified"
-        )
-    return recipe_keys.build(found)
-
-
-def examine(events: Sequence[Event], recipe: Recipe) -> Verdict:
-    """Return what these lines, of which the first is a start, show of a run of `recipe`."""
+def examine(events: Sequence[Event], *, seed: int, global_batch_size: int) -> Verdict:
+    """Return what these lines, of which the first is a start, show of a run."""
     kept = ledger.counting(events)
     starts = [event for event in events if isinstance(event, Start)]
     steps = [event for event in kept if isinstance(event, Steps)]
@@ -150,8 +139,18 @@ def examine(events: Sequence[Event], recipe: Recipe) -> Verdict:
         doubled.append(range(line.first, min(line.last + 1, following)))
         following = max(following, line.last + 1)
     missing.append(range(following, last_step + 1))
-    expected = _expected_digests(recipe, training_samples=starts[-1].training_samples, last_step=last_step)
-    different = [step for line in steps for step, digest in enumerate(line.digests, line.first) if digest != expected(step)]
+    different = []
+    for line in steps:
+        batches = TrainBatches(
+            size=starts[-1].training_samples,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            micro_batches_per_step=1,
+            first_step=line.first - 1,
+            last_step=line.last,
+        )
+        fed = zip(itertools.count(line.first), line.digests, batches, strict=False)
+        different += [step for step, digest, batch in fed if digest != ledger.as_text(int(ledger.digest(batch)))]
     return Verdict(
         starts=len(starts),
         first_step=first_step,
@@ -163,29 +162,6 @@ def examine(events: Sequence[Event], recipe: Recipe) -> Verdict:
         different=_spans(different),
         skipped=_spans(step for line in steps for step in line.skipped),
     )
-
-
-def _expected_digests(recipe: Recipe, *, training_samples: int, last_step: int) -> Callable[[int], str]:
-    """Return the function that says the digest of a step's samples; one step after the other costs least."""
-    batches: Iterator[np.ndarray] = iter(())
-    following = 0
-
-    def at(step: int) -> str:
-        nonlocal batches, following
-        if step != following:
-            order = TrainBatches(
-                size=training_samples,
-                seed=recipe.seed,
-                global_batch_size=recipe.train.global_batch_size,
-                micro_batches_per_step=1,
-                first_step=step - 1,
-                last_step=last_step,
-            )
-            batches = iter(order)
-        following = step + 1
-        return ledger.as_text(int(ledger.digest(next(batches))))
-
-    return at
 
 
 def _spans(steps: Iterable[int]) -> list[range]:
@@ -210,21 +186,9 @@ def _first_and_last(span: Any) -> list[int]:
 
 
 def _table(spent: TimeSpent) -> str:
-    rows = {
-        "queue": spent.queue_s,
-        "start-up": spent.startup_s,
-        "compute": spent.compute_s,
-        "data wait": spent.data_wait_s,
-        "evaluation": spent.evaluation_s,
-        "saving": spent.saving_s,
-        "lost work": spent.lost_work_s,
-        "between starts": spent.down_s,
-        "other": spent.other_s,
-        "whole time": spent.wall_s,
-    }
     whole_s = spent.wall_s or 1.0
     lines = [
         f"{name:14} {'unknown':>16}" if seconds is None else f"{name:14} {seconds:14,.1f} s {seconds / whole_s:7.1%}"
-        for name, seconds in rows.items()
+        for name, seconds in time_parts(spent).items()
     ]
     return "\n".join([*lines, f"goodput, the share of compute: {spent.share:.1%}"])

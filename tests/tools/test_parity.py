@@ -14,37 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from processes import Started
 from rule_breaker import TASK
 
-from app.errors import PresetError, RecipeError, RunFolderError
+from app.errors import PresetError, RecipeError, RunFolderError, UsageError
 from app.recipe.recipe_file import load
 from app.reports import past_run
-from app.reports.compare import Comparison, compare, relative_differences
+from app.reports.compare import Comparison, compare, relative_difference
 from app.tools.parity import Variant, case_of, quick_batch, report, run_of
 from launch import cli
 from launch.cases import RunCase
 
-LOSSES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30)
-
-
 # Losses and runs -------------------------------------------------------------------------------------------------------------
 
 
-@given(LOSSES, st.data())
-def test_differences_are_numpys(losses: list[float], data: st.DataObject) -> None:
-    others = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=len(losses), max_size=len(losses)))
-    expected = np.abs(np.array(others) - np.array(losses)) / np.array(losses)
-    np.testing.assert_allclose(relative_differences(losses, others), expected, rtol=1e-12)
-
-
 def test_losses_that_are_not_finite_differ_and_zero_is_compared() -> None:
-    assert relative_differences([0.0, 0.0, math.nan, 1.0], [0.0, 1e-12, math.nan, math.inf]) == [0.0, *[math.inf] * 3]
+    pairs = [(2.0, 3.0), (0.0, 0.0), (0.0, 1e-12), (math.nan, math.nan), (1.0, math.inf)]
+    assert [relative_difference(*pair) for pair in pairs] == [0.5, 0.0, *[math.inf] * 3]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,6 @@ def test_the_first_twenty_steps_have_the_smaller_tolerance(digits_run: Path, ste
     [
         ("metrics.jsonl", lambda text: text, "has losses of 8 steps, where steps 1 to 40 were asked for"),
         ("run.json", lambda text: text.replace('"world_size": 1', '"world_size": 2'), "'world_size': 2"),
-        ("run.json", lambda text: text.replace('"accumulation": 1', '"accumulation": 2'), "'accumulation': 2"),
         ("metrics.jsonl", lambda text: text[:-9], "damaged or truncated"),
     ],
 )
@@ -90,6 +77,8 @@ def test_each_case_divides_the_global_batch() -> None:
     case = planned("multi_gpu", 2, 3, "train.global_batch_size=12")
     assert isinstance(case, RunCase)
     assert "train.max_micro_batch=2" in case.argv
+    with pytest.raises(PresetError, match="fsdp2"):
+        planned("fsdp", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,22 +95,17 @@ def test_a_case_that_cannot_run_says_why(preset: str, processes: int, accumulati
     assert words in reason
 
 
-def test_an_unknown_preset_stops_before_anything_runs() -> None:
-    with pytest.raises(PresetError, match="fsdp2"):
-        planned("fsdp", 1, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train.steps=3"], "use --steps"),
-        (["train.max_micro_batch=8", "log.every_steps=2"], "use --accumulation"),
-        (["--quick", "train.global_batch_size=8"], "train.global_batch_size (command line): the comparison sets it"),
+        (["train.steps=3", "log.every_steps=2"], "log.every_steps=2 (command line): the comparison sets this; use --steps and"),
+        (["--quick", "train.global_batch_size=8"], "train.global_batch_size=8 (command line): the comparison sets this"),
         (["--presets", "cpu", "--processes", "2"], "there is no case to compare"),
+        (["--keep", "."], "--keep . exists: choose a new folder"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert cli.main(["parity", *arguments]) == RecipeError.exit_code
+    assert cli.main(["parity", *arguments]) in (RecipeError.exit_code, UsageError.exit_code)
     assert words in capsys.readouterr().err
 
 
@@ -182,7 +166,7 @@ def test_ctrl_c_ends_it_without_a_traceback_and_with_what_it_started() -> None:
     os.killpg(parity.pid, signal.SIGINT)
     finished = started.wait()
     assert finished.returncode != 0
-    assert "samerun: stopped, with 0 of 1 runs finished" in finished.output
+    assert "samerun: stopped, with 0 of 4 runs finished" in finished.output
     assert "Traceback" not in finished.output
     assert psutil.wait_procs(group, timeout=30)[1] == []
 
@@ -223,10 +207,3 @@ def test_each_broken_rule_is_named(recipe: Path, broken: str, words: str) -> Non
     code, said = examined(recipe, f"rule.broken={broken}")
     assert code == 1, said
     assert words in said
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_what_is_shipped_passes() -> None:
-    code, said = examined(Path("digits"), "augment.mixup=0.2", "augment.crop_padding=2")
-    assert code == 0, said

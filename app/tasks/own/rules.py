@@ -77,7 +77,7 @@ def has_room(runtime: Runtime, model: nn.Module, *, divided: bool) -> bool:
     return runtime.device.type != "cuda" or 2 * size <= torch.cuda.mem_get_info(runtime.device)[0]
 
 
-def check(  # noqa: PLR0913  (keyword-only after the parts)
+def check(
     runtime: Runtime,
     recipe: Recipe,
     task: Task,
