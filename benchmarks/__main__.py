@@ -46,8 +46,7 @@ def main(argv: list[str]) -> int:
     add("--threads", type=positive, default=1, help="of each process (default: 1)")
     add("--rounds", type=positive, default=9, help="windows of each program that count (default: 9)")
     add("--steps", type=positive, default=50, help="in a window; Samerun logs every 50 (default: 50)")
-    add("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER", help=f"{', '.join(PEERS)}; default: all "
-        "that are installed")  # fmt: skip
+    add("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER", help=f"{', '.join(PEERS)}; default: all installed")
     add("--samples", type=positive, default=60_000, help="images, or tokens divided by ten (default: 60,000)")
     options = parser.parse_args(argv)
     failed = 0
@@ -86,11 +85,10 @@ def write_images(folder: Path, count: int, shape: tuple[int, int, int], *, class
     """Write made-up images [C, H, W] as `samerun data pack --to arrays` does: one of each class to test."""
     from app.tasks.image_classification.data.arrays import Unstored, write_split
 
-    random = np.random.default_rng(0)
+    names = tuple(map(str, range(classes)))
     for split, size in (("train", count), ("test", classes)):
-        images = random.integers(256, size=(size, *shape), dtype=np.uint8)
-        labels, names = np.arange(size) % classes, tuple(map(str, range(classes)))
-        write_split(folder / split, Unstored(images.shape, [images], labels, names))
+        images = np.random.default_rng(size).integers(256, size=(size, *shape), dtype=np.uint8)
+        write_split(folder / split, Unstored(images.shape, [images], np.arange(size) % classes, names))
 
 
 def write_tokens(folder: Path, count: int, *, vocabulary: int) -> None:
@@ -98,11 +96,10 @@ def write_tokens(folder: Path, count: int, *, vocabulary: int) -> None:
     from app.tasks.causal_lm.data.token_writer import writing
 
     size = min(vocabulary, 1 << 16)
-    tokens = np.random.default_rng(0).integers(size, size=count)
     about = {"kind": "made-up", "name": "made-up", "digest": None, "vocab_size": size}
     with writing(folder, about, {}, token_bytes=None) as writer:
-        for split, part in (("train", tokens), ("validation", tokens[: count // 64])):
-            writer.append(split, part, np.array([len(part)]))
+        for split, number in (("train", count), ("validation", count // 64)):
+            writer.append(split, np.random.default_rng(0).integers(size, size=number), np.array([number]))
 
 
 if __name__ == "__main__":

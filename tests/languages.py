@@ -32,7 +32,8 @@ def write_tokens(folder: Path, tokens: np.ndarray, vocabulary: int) -> Path:
     """A token folder of one document, the same for training and validation, without a tokenizer's files."""
     from app.tasks.causal_lm.data.token_writer import writing
 
-    with writing(folder, {"vocab_size": vocabulary, "digest": "none"}, {}, token_bytes=None) as writer:
+    about = {"kind": "made-up", "name": "made-up", "digest": None, "vocab_size": vocabulary}
+    with writing(folder, about, {}, token_bytes=None) as writer:
         for split in ("train", "validation"):
             writer.append(split, tokens, np.array([len(tokens)]), text_bytes=0)
     return folder

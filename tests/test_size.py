@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 25_350,
-    "files of app, launch and samerun": 235,
-    "code lines of tests": 26_100,
+    "code lines of app, launch and samerun": 21_460,
+    "files of app, launch and samerun": 179,
+    "code lines of tests": 22_370,
     "code lines of benchmarks": 1_200,
-    "words of docs": 42_020,
+    "words of docs": 41_450,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
