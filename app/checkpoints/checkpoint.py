@@ -313,7 +313,8 @@ def check_same_run(
     is past the end of this run.
     """
     state = Reader(folder).state
-    before, now = dict(state["recipe"]), dict(recipe_file.flat(recipe))
+    defaults = recipe_file.flat(recipe_file.build({"task": recipe.task}))  # of keys that are newer than the checkpoint
+    before, now = {**defaults, **state["recipe"]}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         if "task" in values:
             values["task"] = task_file.name_of(values["task"])

@@ -50,6 +50,12 @@ def test_another_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], befo
     assert words in refusal(lambda: check(tmp_path, *overrides, before=before))
 
 
+def test_a_key_that_a_checkpoint_lacks_had_its_default(tmp_path: Path) -> None:
+    assert check(tmp_path, without=("augment.flip",)).step == STEP
+    words = "augment.flip was 0.0 and is 0.5"
+    assert words in refusal(lambda: check(tmp_path, "augment.flip=0.5", without=("augment.flip",)))
+
+
 def test_keys_that_do_not_affect_training_and_the_length_can_differ(tmp_path: Path) -> None:
     older = ("train.deterministic", "checkpoint.every_minutes", "data.stage_to")
     same = Resumed(step_folders.path_of(tmp_path, STEP), STEP, None)
