@@ -19,7 +19,7 @@ from app.data import loader
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits, first_of, hold_out
-from app.distributed import model_preparation, numerics, own_layers
+from app.distributed import model_preparation, numerics
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, PresetError
@@ -108,11 +108,11 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
     if recipe.train.sync_batchnorm:
         model = model_preparation.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and launched.strategy != "ddp" and launched.mixed_precision != "no":
-        own_layers.normalize_in_float(model)
+        numerics.normalize_in_float(model)
     if form_of(runtime, recipe, task).memory_format == torch.channels_last:
-        own_layers.take_channels_last(model)
+        numerics.take_channels_last(model)
         if launched.strategy == "ddp":
-            own_layers.order_small_kernels(model)
+            numerics.order_small_kernels(model)
     parameter_groups.freeze(model, recipe.train.freeze or ())
     return model, units
 

@@ -20,7 +20,7 @@ from app.checks import arithmetic
 from app.console import Display
 from app.data import loader
 from app.data.samples import Splits, without_hold_out
-from app.distributed import handshake, model_preparation, own_layers, sample_dropout
+from app.distributed import handshake, model_preparation, numerics, sample_dropout
 from app.distributed.runtime import Runtime
 from app.environment import host
 from app.errors import RecipeError
@@ -29,7 +29,7 @@ from app.guard.control import Control, Patience
 from app.init import filling, model_tensors
 from app.init.units import block_classes
 from app.loop import Training
-from app.metrics import flops
+from app.metrics import clock
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
 from app.metrics.trackers import SamplePreviews
@@ -109,10 +109,10 @@ def _without_data(
 
         size = len(example["samples"])
         if dropout:
-            dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
+            dropout.look(lambda times: task.loss(numerics.without_data(model), sample_dropout.repeated(example, times)))
         narrow = arithmetic.narrow_convolutions(model, forward)
         # Now, because later the model is sharded over the ranks.
-        return narrow, flops.training_flops(model, forward) / size if count else 0.0
+        return narrow, clock.training_flops(model, forward) / size if count else 0.0
     except NeedsData:
         if dropout:
             dropout.leave_all("the task's loss needs data, so it is not known which dimension of its input has the samples")
@@ -145,7 +145,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,
         flops_per_sample=parts.flops_per_sample,
-        peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),
+        peak_flops_per_s=clock.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),
         log=recipe.log,
         unit=task.count_unit,
         first_step=first_step,

@@ -82,7 +82,7 @@ def _train(
     from app.guard.watchdog import Watchdog
     from app.init import model_tensors
     from app.loop import Stopped, train
-    from app.planning.out_of_memory import out_of_memory_explained
+    from app.planning.memory import out_of_memory_explained
 
     runtime = Runtime(
         launched,

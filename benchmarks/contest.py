@@ -174,19 +174,19 @@ def say_rates(entries: Mapping[str, Entry], found: Found, *, rows: str, units: i
     """Print a line for each program: units per second, MFU, its speed compared with others; return 0 if none failed.
 
     A step has `units` units, which are the elements of the batch's field `rows`. MFU is the arithmetic of the model's products
-    over what the maker claims that the device can do (`app/metrics/flops.py`), where that is known.
+    over what the maker claims that the device can do (`app/metrics/clock.py`), where that is known.
     """
     import torch
 
-    from app.metrics import flops
+    from app.metrics import clock
     from app.planning import blueprint
     from app.task import Form
 
     task = next(iter(entries.values())).task
     made = blueprint.build_blueprint(recipe_file.load(task["recipe"], task["overrides"]).recipe)
     example = made.task.example(made.facts, Form())
-    flop_per_unit = flops.training_flops(made.model, lambda called: made.task.loss(called, example)) / example[rows].numel()
-    peak = flops.peak_per_s(torch.device("cpu" if on_cpu else "cuda"), mixed_precision="bf16")
+    flop_per_unit = clock.training_flops(made.model, lambda called: made.task.loss(called, example)) / example[rows].numel()
+    peak = clock.peak_per_s(torch.device("cpu" if on_cpu else "cuda"), mixed_precision="bf16")
     for name, entry in entries.items():
         if name in found.failures:
             say(failed_line(about + name, found.failures[name], columns=5))

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from app.environment.degrees import KEY
 from app.environment.launched import NO_FP16_ON_CPU
-from app.environment.topology import Topology
+from app.environment.topology import KEY, Topology
 from app.environment.variables import PRESET_FILE
 from app.errors import PresetError
 from launch.preset import PARALLELISM, Preset

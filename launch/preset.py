@@ -21,9 +21,8 @@ from typing import Any
 import yaml
 
 from app.environment import deepspeed_file
-from app.environment.degrees import DERIVED, KEY, UNSUPPORTED, Degrees, derived
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
-from app.environment.topology import Topology
+from app.environment.topology import DERIVED, KEY, UNSUPPORTED, Degrees, Topology, derived
 from app.errors import PresetError, did_you_mean
 from app.files import yaml_text
 

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from app.environment.degrees import Degrees
 from app.environment.slurm_variables import for_a_new_job, gpus_of
-from app.environment.topology import Topology
+from app.environment.topology import Degrees, Topology
 from app.errors import PresetError, RecipeError, SubmitError, TopologyError, UsageError
 from app.options import Parser, positive
 from app.recipe import optimizers

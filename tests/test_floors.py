@@ -121,7 +121,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "distributed_type": {
             "app.distributed.runtime",
             "app.distributed.handshake",
-            "app.environment.degrees",
+            "app.environment.topology",
             "app.environment.launched",
             "launch.preset",
         },

@@ -15,7 +15,7 @@ from processes import REPOSITORY
 
 CEILINGS = {
     "code lines of app, launch and samerun": 21_460,
-    "files of app, launch and samerun": 179,
+    "files of app, launch and samerun": 175,
     "code lines of tests": 22_370,
     "code lines of benchmarks": 1_200,
     "words of docs": 41_450,

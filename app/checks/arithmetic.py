@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.distributed import numerics
-from app.distributed.own_layers import without_data
+from app.distributed.numerics import without_data
 from app.distributed.runtime import Runtime
 from app.environment import host
 from app.environment.host import cpuinfo_field

@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from app.data.draws import mix64_tensor
 from app.data.order import derive_key
 from app.data.samples import Batch
-from app.distributed import own_layers
+from app.distributed import numerics
 from app.errors import RecipeError, TrainingError
 from app.recipe.batching import BatchPlan
 
@@ -255,7 +255,7 @@ def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
         draws.layers.append(SampleDropout(rate(layer), name, 1 if drops_samples else _DIMENSIONS[forward], draws, layer))
         return draws.layers[-1]
 
-    own_layers.replace(model, own)
+    numerics.replace(model, own)
     for name, layer in model.named_modules():
         if rate(layer) > 0 and not isinstance(layer, SampleDropout):
             draws.left[name] = "it draws for a whole batch at once, or inside a function"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from app.environment import deepspeed_file, degrees, started_ranks
+from app.environment import deepspeed_file, started_ranks, topology
 from app.environment.slurm_variables import JOB
 from app.environment.variables import (
     END_TIME,
@@ -142,7 +142,7 @@ def read(environ: Mapping[str, str]) -> Launched:
             f"{strategy}: use {started.starter.split()[0]} to start `samerun launch --preset ...` once per node, which starts "
             "the processes of that node."
         )
-    sizes = degrees.read(environ, strategy, world_size=world_size, per_node=local_world_size)
+    sizes = topology.read(environ, strategy, world_size=world_size, per_node=local_world_size)
     return Launched(
         world_size=world_size,
         rank=rank,

@@ -1,4 +1,4 @@
-"""Memory that a device needs for a step of training, by kind, before the job: no GPU, no weights, seconds.
+"""Memory that a device needs for a training step, by kind, before the job, and what to change when a run is out of memory.
 
 What a pass holds is traced on tensors without data (`tracing`). What exists during the whole step is counted: weights, the
 optimizer's states, gradients in buffers of their own.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
@@ -22,7 +23,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from app.distributed.runtime import Runtime
 from app.environment.launched import Sharding
+from app.errors import LackOfMemoryError
+from app.init import filling
 from app.optim import parameter_groups
 from app.planning import blueprint as blueprints
 from app.planning import tracing
@@ -242,3 +246,35 @@ def _states(recipe: OptimRecipe, dimensions: int, dtype: torch.dtype) -> list[tu
     optimizer.step()
     states = optimizer.state[parameter].values()
     return [(tuple(state.shape), state.itemsize) for state in states if isinstance(state, torch.Tensor)]
+
+
+_TEXTS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of torch's errors that have no class of their own: the CPU's allocator, and CUDA and cuBLAS outside of torch's."""
+
+
+@contextmanager
+def out_of_memory_explained(runtime: Runtime, recipe: Recipe) -> Iterator[None]:
+    """Raise LackOfMemoryError, with what to change, for an allocation that fails in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(text in str(error) for text in _TEXTS):
+            raise
+        change = _sharding(runtime).what_to_change(
+            runtime.launched.world_size,
+            micro_batch=runtime.plan.micro_batch,
+            checkpoint_activations=recipe.train.checkpoint_activations,
+            on_cpu=runtime.device.type == "cpu",
+        )
+        raise LackOfMemoryError(f"{runtime.device} is out of memory ({type(error).__name__}: {error}). {change}") from error
+
+
+def _sharding(runtime: Runtime) -> Sharding:
+    launched, plugin = runtime.launched, getattr(runtime.accelerator.state, "deepspeed_plugin", None)
+    zero = plugin.deepspeed_config.get("zero_optimization", {}) if plugin else {}
+    if launched.strategy == "fsdp2":
+        offload = filling.offloads(runtime.accelerator)
+    else:
+        devices = ((zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))
+        offload = any(device not in (None, "none") for device in devices)
+    return Sharding(launched.strategy, zero.get("stage", 0), offload, launched.replicas, launched.tensor_parallel)

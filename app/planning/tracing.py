@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.distributed import model_preparation, own_layers, sample_dropout
+from app.distributed import model_preparation, numerics, sample_dropout
 from app.errors import RecipeError
 from app.optim.parameter_groups import local
 from app.planning import blueprint as blueprints
@@ -196,7 +196,7 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
         if how.recomputes:
             model_preparation.checkpoint_activations(model, blueprint.classes)
         if how.channels_last:
-            own_layers.take_channels_last(model)
+            numerics.take_channels_last(model)
         if how.shards:
             _shard(model, mesh, how.precision, blueprint)
         order = torch.channels_last if how.channels_last else torch.contiguous_format

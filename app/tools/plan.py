@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from app import tasks
-from app.environment.degrees import Degrees
 from app.environment.launched import Sharding
-from app.environment.topology import Topology
+from app.environment.topology import Degrees, Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError, did_you_mean
 from app.options import Parser, names, numbers, positive, share
 from app.recipe import recipe_file
@@ -112,14 +111,14 @@ class _Given:
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:
     """Return the plan as JSON holds it: bytes, seconds, numbers. Raises PresetError, RecipeError, UsageError and others."""
-    from app.metrics import flops  # only now torch
+    from app.metrics import clock  # only now torch
     from app.planning import blueprint
     from app.task import Form
 
     loaded, (torch_name, bytes_of_device) = recipe_file.load(options.recipe, options.overrides), find_device(options.device)
 
     def per_s(precision: str) -> float | None:
-        return flops.peak_of(torch_name, mixed_precision=precision, tf32=False) if torch_name else None
+        return clock.peak_of(torch_name, mixed_precision=precision, tf32=False) if torch_name else None
 
     if options.mixed_precision == "bf16" and torch_name and not per_s("bf16"):
         raise PresetError(
@@ -131,7 +130,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     model, flops_per_s, step_flops = blueprint.build_blueprint(loaded.recipe), per_s(precision), None
     if flops_per_s:
         example = model.task.example(model.facts, Form())
-        of_batch = flops.training_flops(model.model, lambda called: model.task.loss(called, example))
+        of_batch = clock.training_flops(model.model, lambda called: model.task.loss(called, example))
         step_flops = of_batch / len(example["samples"]) * loaded.recipe.train.global_batch_size
     given = _Given(
         recipe=loaded.recipe,

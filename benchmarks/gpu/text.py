@@ -6,7 +6,7 @@ Llama 3 8B has as many of its 32 layers as fit.
 
 By default Samerun computes logits of so large a vocabulary by chunks, and once more in the backward pass, which saves most of
 their memory: the hand-written loop and the Trainer hold them whole, and so does Samerun where the table says so. MFU does not
-count what is computed again; attention counts in full (`app/metrics/flops.py`).
+count what is computed again; attention counts in full (`app/metrics/clock.py`).
 """
 
 from __future__ import annotations

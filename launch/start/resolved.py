@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.environment.degrees import Degrees
 from app.environment.launched import end_time_s
-from app.environment.topology import Topology, listed
+from app.environment.topology import Degrees, Topology, listed
 from app.errors import PresetError, TopologyError
 from app.options import Parser, not_negative, positive
 from app.options import parser as training_parser

@@ -16,8 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin, prepare_multi_gpu_env
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
-from app.environment.degrees import KEY
-from app.environment.topology import Topology
+from app.environment.topology import KEY, Topology
 from launch import preset, run_module
 from launch.node_command import accelerate_argv
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import read_lines, train
 
-from app.metrics import flops
+from app.metrics import clock
 from app.metrics.clock import Clock
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
@@ -83,12 +83,12 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
     """resnet50 takes 4.09 G products in its forward pass (torchvision's table of models)."""
     recipe = ModelRecipe(name="resnet50")
     model = models.build(recipe, channels=3, image_size=(224, 224), num_classes=1000)
-    counted = flops.training_flops(model, lambda called: called(torch.empty(1, 3, 224, 224, device="meta")))
+    counted = clock.training_flops(model, lambda called: called(torch.empty(1, 3, 224, 224, device="meta")))
     assert counted == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
 
 
 def test_the_peak_of_a_cpu_is_not_known() -> None:
-    assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
+    assert clock.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
 
 
 # (fp16, bf16, TF32, float32) in 1e12 FLOP/s, dense, as the makers' data sheets have them.
@@ -115,9 +115,9 @@ UNKNOWN = [
 @pytest.mark.parametrize(("name", "peaks"), KNOWN.items())
 def test_the_peak_of_a_device_is_that_of_its_whole_name(name: str, peaks: tuple[float | None, ...]) -> None:
     asked = (("fp16", True), ("bf16", True), ("no", True), ("no", False))
-    found = [flops.peak_of(name, mixed_precision=precision, tf32=tf32) for precision, tf32 in asked]
+    found = [clock.peak_of(name, mixed_precision=precision, tf32=tf32) for precision, tf32 in asked]
     assert found == [None if peak is None else pytest.approx(peak * 1e12) for peak in peaks]
 
 
 def test_a_device_with_a_similar_name_is_not_known() -> None:
-    assert {flops.peak_of(name, mixed_precision="no", tf32=True) for name in UNKNOWN} == {None}
+    assert {clock.peak_of(name, mixed_precision="no", tf32=True) for name in UNKNOWN} == {None}

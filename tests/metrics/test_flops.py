@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.metrics import flops
+from app.metrics import clock
 from app.task import Loss
 
 LAYERS, HEADS, SIZE, TOKENS, BATCH = 3, 4, 16, 64, 2
@@ -43,7 +43,7 @@ def of_formula(model: nn.Module) -> float:
 
 
 def test_a_transformer_takes_what_the_formula_says(llama: nn.Module) -> None:
-    counted = flops.training_flops(llama, lambda called: called(**inputs()))
+    counted = clock.training_flops(llama, lambda called: called(**inputs()))
     assert counted == pytest.approx(of_formula(llama), rel=2e-4)  # the angles of the rotary positions are products too
 
 
@@ -58,8 +58,8 @@ def test_a_head_in_chunks_takes_what_a_whole_one_does(llama: Any) -> None:
         return Loss.of(F.linear_cross_entropy(hidden, weight, tokens().flatten(), reduction="sum", options=options), 1)
 
     head, embedding = llama.lm_head, llama.model.embed_tokens
-    assert flops.training_flops(llama.model, loss) == pytest.approx(of_formula(llama), rel=2e-4)
+    assert clock.training_flops(llama.model, loss) == pytest.approx(of_formula(llama), rel=2e-4)
     embedding.requires_grad_(False)  # so that the backward pass itself is counted
     head.requires_grad_(False)
     gradient = 2.0 * BATCH * TOKENS * head.weight.numel()
-    assert flops.training_flops(llama.model, loss) == pytest.approx(of_formula(llama) - gradient, rel=2e-4)
+    assert clock.training_flops(llama.model, loss) == pytest.approx(of_formula(llama) - gradient, rel=2e-4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from app.distributed import model_preparation
 from app.errors import RecipeError
-from app.metrics import flops
+from app.metrics import clock
 from app.optim import parameter_groups
 from app.task import Loss
 
@@ -67,7 +67,7 @@ def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:
     model = Net()
 
     def counted() -> float:
-        return flops.training_flops(model, lambda called: Loss(called(inputs).pow(2).mean(), 4))
+        return clock.training_flops(model, lambda called: Loss(called(inputs).pow(2).mean(), 4))
 
     first, middle, last = (2 * 4 * products for products in (10 * 20, 20 * 30, 30 * 5))
     assert counted() == 3 * (first + middle + last)

@@ -12,7 +12,7 @@ from processes import train
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched, Sharding
 from app.errors import LackOfMemoryError, PresetError
-from app.planning.out_of_memory import out_of_memory_explained
+from app.planning.memory import out_of_memory_explained
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
 

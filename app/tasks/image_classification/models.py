@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.distributed.own_layers import HALF
+from app.distributed.numerics import HALF
 from app.errors import RecipeError
 from app.tasks.image_classification.sections import CONVNET, ModelRecipe, model_name_problem
 

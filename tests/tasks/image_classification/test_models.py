@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import building
-from app.distributed import model_preparation, own_layers, sample_dropout
+from app.distributed import model_preparation, numerics, sample_dropout
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import RecipeError
@@ -99,7 +99,7 @@ def test_real_outputs_and_randomness(name, side):
     model = build(name, channels=1, side=side)
     draws = sample_dropout.give_to_samples(model, 0)
     example = {"x": torch.empty(2, 1, side, side, device="meta"), "samples": torch.arange(2)}
-    draws.look(lambda times: own_layers.without_data(model)(sample_dropout.repeated(example, times)["x"]))
+    draws.look(lambda times: numerics.without_data(model)(sample_dropout.repeated(example, times)["x"]))
     assert not draws.left
     images = torch.randn(2, 1, side, side)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_a_size_that_does_not_suit(name, side, reason):
 @pytest.mark.parametrize("name", ["convnet", "resnet50"])
 def test_gradients_of_channels_last_images_have_the_strides_of_the_weights(name, channels):
     model = models.build(ModelRecipe(name=name), channels=channels, image_size=(8, 8), num_classes=10)
-    own_layers.order_small_kernels(model)
+    numerics.order_small_kernels(model)
     images = torch.zeros(2, channels, 8, 8, dtype=torch.uint8).to(torch.float32, memory_format=torch.channels_last)
     model(images).sum().backward()
     for parameter in model.parameters():
@@ -203,7 +203,7 @@ def test_the_kernels_that_autocast_makes_are_in_channels_last_order(name):
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(images)
-    own_layers.take_channels_last(model)
+    numerics.take_channels_last(model)
     with KernelsSeen() as kernels, torch.autocast("cpu", torch.bfloat16):
         logits = model(images)
     assert kernels.seen
@@ -225,8 +225,8 @@ def test_own_layers_keep_names_weights_mode_and_sharing():
     before = dict((*model.named_parameters(), *model.named_buffers()))
     order = list(model.state_dict())
     state = torch.get_rng_state()
-    own_layers.take_channels_last(model)
-    own_layers.normalize_in_float(model)
+    numerics.take_channels_last(model)
+    numerics.normalize_in_float(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert type(model.layer1[0].conv1) is not type(twice)
     assert type(model.bn1) is not torch.nn.BatchNorm2d
