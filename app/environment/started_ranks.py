@@ -48,13 +48,15 @@ class Starter(NamedTuple):
 # variables set for MPI applications" in its documentation. PMI, srun: captured. Others: Slurm's plugin mpi/cray_shasta, and
 # the scripts of ALCF's users.
 STARTERS = (
-    Starter("mpirun (Open MPI)", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    Starter("mpirun (MVAPICH2)", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    Starter("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Starter("mpirun (MVAPICH2)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     Starter("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Starter("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     Starter("mpiexec (Cray PMI)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     Starter("srun", STEP.rank, STEP.step_num_tasks, STEP.local_rank, STEP.tasks_per_node),
-)
+)  # fmt: skip
 # Names of one start of one job, the same in all its ranks and different in others at the same time.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PBS_JOBID", JOB.job_id, "JOB_ID")
 _DEFAULT_PORT = 29500

@@ -259,9 +259,14 @@ def last_start(path: Path) -> Any:
 def _introduce(place: Path, errors: str) -> None:
     """Write into a place whose it is. Raises OSError; the place itself stays then, or its number would come twice."""
     about = place / _ABOUT
-    about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
-    sync(about)
-    sync(place.parent)
+    try:
+        about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
+        sync(about)
+        sync(place.parent)
+    except OSError:
+        with suppress(OSError):
+            _remove(about)
+        raise
 
 
 def _numbers(starts: Path) -> list[int]:

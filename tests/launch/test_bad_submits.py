@@ -13,7 +13,7 @@ PROBLEMS: dict[str, str] = {
     "--num_processes 3 --gpus-per-node 2": "--num_processes is 3, the total number of processes, on 1 nodes, and another",
     "--preset nothing": "preset nothing: there is no shipped preset and no file of that name",
     "--preset cpu --processes-per-node 2": "preset cpu starts 1 process, and this run has 2",
-    "--recipe digts": "there is no recipe and no file of that name; did you mean digits?",
+    "--recipe digts": "there is no recipe or file of that name; did you mean digits?",
     "optim.lrr=1": "optim.lrr (command line): there is no such key; did you mean optim.lr?",
     "seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
     "data.path=nowhere": "you may not read it. Correct it, or give --data-on-nodes if only the nodes of the job have it",

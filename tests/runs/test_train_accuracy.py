@@ -88,6 +88,6 @@ def test_passes_weigh_by_their_counts() -> None:
 
 def test_a_pass_that_reports_something_else_is_refused() -> None:
     losses = Losses(torch.device("cpu"))
-    losses.add(passes([0], [0], 0.5, kept=True))
+    losses.add(passes([0], [0], 0.5))
     with pytest.raises(TrainingError, match="reports nothing, but reported in its first pass accuracy"):
         losses.add(Loss(torch.tensor(0.5), 1))

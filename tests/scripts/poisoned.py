@@ -14,8 +14,8 @@ from app.train import main
 exact, number = Preparation.train, int(os.environ["POISONED_SAMPLE"])
 
 
-def train(self: Preparation, batch: Any, draws: Any, memory: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = exact(self, batch, draws, memory)
+def train(self: Preparation, batch: Any, draws: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = exact(self, batch, draws)
     return torch.where((batch["samples"] == number).view(-1, 1, 1, 1), 1e8 * inputs, inputs), targets
 
 

@@ -95,7 +95,7 @@ def test_a_damaged_split_and_a_place_that_cannot_be_used_are_named(tmp_path: Pat
         keep(["x"], 1, unstored)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"file/splits, the cache .*, cannot be used \(Not a directory\); set SAMERUN_CACHE"):
+    with pytest.raises(DataError, match=r"file, the cache .*, cannot be used \(File exists\); set SAMERUN_CACHE"):
         keep(["x"], 1, unstored)
 
 
