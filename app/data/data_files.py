@@ -61,7 +61,7 @@ class NotRead:
         total = sum(count for _, (count, _) in reasons)
         parts = listed([f"{count} {reason}" for reason, (count, _) in reasons], _NAMED)
         examples = " and ".join(repr(first)[1:-1] for _, (_, first) in reasons[:2])
-        return f"{total} files or folders left out: {parts}, such as {examples}"
+        return f"{total} {'file or folder' if total == 1 else 'files or folders'} left out: {parts}, such as {examples}"
 
 
 class Folder(NamedTuple):

@@ -274,7 +274,7 @@ def with_a_link_to_nowhere(root: Path) -> None:
         (
             with_an_empty_class,
             {},
-            r"{0}/train: there are no images in the class folder\(s\) dog; {0}/train: 1 files or folders left out: 1 \.txt, such as dog/n.*; ad",
+            r"{0}/train: there are no images in the class folder\(s\) dog; {0}/train: 1 file .*: 1 \.txt, such as dog/n.*; ad",
         ),
         (with_a_link_to_nowhere, {}, r"{}/train/ant/0\.jpg cannot be read \(No such file or directory\); repair or remove"),
     ],
