@@ -185,7 +185,7 @@ def requested_sizes(options: argparse.Namespace) -> dict[str, int]:
     return {name: size for name, size in values.items() if size is not None}
 
 
-def of_options(options: argparse.Namespace) -> Preset | None:
+def from_options(options: argparse.Namespace) -> Preset | None:
     """Load the preset that the options name, or the shipped one that has the sizes they set; None: neither."""
     name = options.preset or next((_PRESETS[size] for size in requested_sizes(options)), None)
     return load(name) if name else None

@@ -196,12 +196,12 @@ def _topology(
     if options.gpus_per_node:
         by_hand = sum(gpus_of(options.gpus_per_node).values())
     origin = "--processes-per-node" if options.processes_per_node else "--gpus-per-node" if options.gpus_per_node else "default"
-    chosen, degrees, topology = None, Degrees(), _of_size(options.nodes, by_hand or 1, origin)
+    chosen, degrees, topology = None, Degrees(), _uniform(options.nodes, by_hand or 1, origin)
     try:
         if options.num_processes is not None:
             each = detect.processes_per_node(options.num_processes, options.nodes, by_hand)
-            topology = _of_size(options.nodes, each, "--num_processes")
-        chosen = preset.of_options(options) or resolved.default_preset(topology, environment)
+            topology = _uniform(options.nodes, each, "--num_processes")
+        chosen = preset.from_options(options) or resolved.default_preset(topology, environment)
         sizes = preset.requested_sizes(options)
         degrees = chosen.degrees(topology, sizes)
         accelerate_argv(topology, chosen, [], sizes=sizes)
@@ -210,7 +210,7 @@ def _topology(
     return topology, chosen, degrees
 
 
-def _of_size(nodes: int, processes_per_node: int, origin: str) -> Topology:
+def _uniform(nodes: int, processes_per_node: int, origin: str) -> Topology:
     return Topology(
         num_nodes=nodes,
         processes_per_node=processes_per_node,

@@ -42,7 +42,7 @@ def write(task: Task, model: nn.Module, facts: Mapping[str, Any], path: Path, *,
         with torch.no_grad():
             call, inputs = _model_call(task, model, facts)
             run = (_write_torch if to == "torch" else _write_onnx)(model, call, inputs, temporary)
-            difference = max(_difference(model, run, _of_size(call, size)) for size in _SIZES)
+            difference = max(_difference(model, run, _resized(call, size)) for size in _SIZES)
         if difference > _TOLERANCE[to]:
             raise RunFolderError(
                 f"exported to {to}, the model computes other values: for {' or '.join(map(str, _SIZES))} samples its outputs "
@@ -110,7 +110,7 @@ def _model_call(task: Task, model: nn.Module, facts: Mapping[str, Any]) -> tuple
     return calls[0], tuple(fields.get(id(tensor), f"input_{at}") for at, tensor in enumerate(tensors))
 
 
-def _of_size(call: Call, size: int) -> Call:
+def _resized(call: Call, size: int) -> Call:
     """Return the call for `size` samples: random real numbers, and the integers of the first sample."""
     generator = torch.Generator().manual_seed(size)
 
@@ -152,7 +152,7 @@ def _exported(model: nn.Module, call: Call) -> torch.export.ExportedProgram:
     args, kwargs = pytree.tree_map(lambda it: {0: batch} if isinstance(it, Tensor) else None, call)
     # torch takes the shapes of all arguments in their order, or by name if some are passed by name.
     shapes = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments) if kwargs else args
-    args, kwargs = _of_size(call, 2)
+    args, kwargs = _resized(call, 2)
     return torch.export.export(copy.deepcopy(model), args, kwargs, dynamic_shapes=shapes, strict=False)
 
 

@@ -289,7 +289,7 @@ class Metrics:
         digests = self._runtime.reduce(self._digests.take()).tolist()
         spent = self.clock.spent()
         since = spent - self._recorded
-        steps = ledger.Steps(
+        steps = ledger.StepSpan(
             first=self._recorded_steps + 1,
             last=self._ended_steps,
             digests=tuple(map(ledger.as_text, digests)),

@@ -75,7 +75,7 @@ class Rule:
 
 def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     kind = getattr(torch.optim, optimizers.TABLE[recipe.name].torch_name)
-    return kind, {"lr": recipe.lr, **optimizers.settings_of(recipe)}
+    return kind, {"lr": recipe.lr, **optimizers.keyword_arguments(recipe)}
 
 
 def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:

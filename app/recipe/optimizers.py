@@ -124,7 +124,7 @@ def notes_on(optim: OptimRecipe) -> list[str]:
     ]
 
 
-def settings_of(optim: OptimRecipe) -> dict[str, Any]:
+def keyword_arguments(optim: OptimRecipe) -> dict[str, Any]:
     """Return the optimizer's arguments by torch's names, without lr, weight_decay and those at torch's default."""
     return {**{key: getattr(optim, key) for key in TABLE[optim.name].keys}, **(optim.settings or {})}
 

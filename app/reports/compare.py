@@ -115,9 +115,9 @@ class Comparison:
         elif self.learnt:
             more = ", ..." if len(self.learnt) > _MOST_KEYS else ""
             recipes = f"the recipes differ in {', '.join(self.learnt[:_MOST_KEYS])}{more}"
-        return f"{same}: {recipes}, {self._of_fed()}, and {self._of_losses()}."
+        return f"{same}: {recipes}, {self._samples_verdict()}, and {self._losses_verdict()}."
 
-    def _of_fed(self) -> str:
+    def _samples_verdict(self) -> str:
         if self.fed.samples_differ_at is not None:
             return f"step {self.fed.samples_differ_at} is the first with other samples"
         if self.fed.learning_rates_differ_at is not None:
@@ -126,7 +126,7 @@ class Comparison:
             return "no ledger records which samples both runs were fed"
         return f"all {self.fed.compared_steps:,} steps that both took had the same samples and learning rates"
 
-    def _of_losses(self) -> str:
+    def _losses_verdict(self) -> str:
         found = self.losses
         if not found.compared_lines:
             return "no lines of the two runs cover the same steps, so losses cannot be compared"
@@ -216,7 +216,7 @@ def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int |
 
 def _digests(run: PastRun) -> dict[int, str]:
     """Return the digest of the samples of each step that counts."""
-    lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.Steps)]
+    lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.StepSpan)]
     return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
 
 

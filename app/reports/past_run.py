@@ -153,7 +153,7 @@ def read(folder: Path) -> PastRun:
         events=attempt(events, run_folder.LEDGER, []),
         result=attempt(run_folder.read_json, run_folder.RESULT, {}, optional=True),
         outcome=attempt(run_folder.read_json, run_folder.OUTCOME, {}, optional=True),
-        failure=failure.of_newest_start(folder),
+        failure=failure.newest(folder),
         complaints=complaints,
     )
 

@@ -104,7 +104,7 @@ def first(folder: Path | None) -> ProcessFailure | None:
     return min(found, key=lambda failure: (failure.is_consequence, int(failure.time), failure.rank or 0), default=None)
 
 
-def of_newest_start(run_dir: Path) -> ProcessFailure | None:
+def newest(run_dir: Path) -> ProcessFailure | None:
     """Return the failure of the start that the run folder belongs to; None if it has not failed, as far as is known."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # it has no start, or one that is damaged
         return first(run_dir / FOLDER / Path(last_start(run_dir)["errors"]).name)

@@ -62,7 +62,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class StepSpan:
     """Consecutive steps. All of them were fed; those in `skipped` were not applied: a gradient was not finite, or a spike."""
 
     time: float = field(default_factory=_now)
@@ -115,8 +115,8 @@ class End:
     """`finished`, or `stopped` before the last step."""
 
 
-Event = Start | Steps | Evaluated | Saved | End
-_KINDS: dict[str, type[Event]] = {"start": Start, "steps": Steps, "evaluated": Evaluated, "saved": Saved, "end": End}
+Event = Start | StepSpan | Evaluated | Saved | End
+_KINDS: dict[str, type[Event]] = {"start": Start, "steps": StepSpan, "evaluated": Evaluated, "saved": Saved, "end": End}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -183,7 +183,7 @@ def counting(events: Iterable[Event]) -> list[Event]:
 
 def _upto(event: Event, step: int) -> Event | None:
     """What is left of an event if nothing after a step counts."""
-    if isinstance(event, Steps) and event.first <= step < event.last:
+    if isinstance(event, StepSpan) and event.first <= step < event.last:
         num_steps = step - event.first + 1
         share = num_steps / len(event.digests)
         return replace(
@@ -201,7 +201,7 @@ def last_step(event: Event) -> int:
     """Return how many steps of the run had been taken, as far as an event tells."""
     if isinstance(event, Start):
         return event.from_step
-    return event.last if isinstance(event, Steps) else event.step
+    return event.last if isinstance(event, StepSpan) else event.step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ def account(events: Sequence[Event]) -> TimeSpent:
         launched_s = now_s
         now_s = max([launched_s, start.time, *(line.time for line in lines)])
         # The first line of steps covers all work since the loop began: everything else before it is start-up.
-        first = next((number for number, line in enumerate(lines) if isinstance(line, Steps)), None)
+        first = next((number for number, line in enumerate(lines) if isinstance(line, StepSpan)), None)
         end_s, before = (now_s, lines) if first is None else (lines[first].time, lines[: first + 1])
         startup_s = max(0.0, end_s - launched_s - sum(_work(before).values()))
         spent["startup_s"] += startup_s
@@ -272,7 +272,7 @@ def account(events: Sequence[Event]) -> TimeSpent:
 
 def _work(events: Sequence[Event]) -> dict[str, float]:
     """Return the seconds of work in the lines, by their part."""
-    steps = [event for event in events if isinstance(event, Steps)]
+    steps = [event for event in events if isinstance(event, StepSpan)]
     return {
         "compute_s": sum(event.training_s - event.waiting_s for event in steps),
         "data_wait_s": sum(event.waiting_s for event in steps),

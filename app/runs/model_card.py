@@ -21,7 +21,7 @@ task, model, facts = stored_weights.load(Path("THIS_FOLDER"))
 
 
 @dataclass(frozen=True)
-class Told:
+class CardFacts:
     """What only a task can tell of its model: its module `card` does, without torch."""
 
     title: str
@@ -41,7 +41,7 @@ class Told:
     """What else a user has to know, as Markdown."""
 
 
-def written(told: Told, weights: Mapping[str, Any]) -> bytes:
+def written(card: CardFacts, weights: Mapping[str, Any]) -> bytes:
     """Return the card. `weights` has `recipe` (its keys and values), `steps`, `scores` by name, and `run` (run.json, or {}).
 
     It may have `program`: how a program beside the weights is loaded, as Markdown.
@@ -52,21 +52,21 @@ def written(told: Told, weights: Mapping[str, Any]) -> bytes:
     rows = "".join(f"| {name.replace('_', ' ')} | {value:.4f} |\n" for name, value in weights["scores"].items())
     return f"""\
 ---
-{_front(told, weights)}
+{_front(card, weights)}
 ---
 
-# {told.title}
+# {card.title}
 
-Trained with Samerun on {told.data}{begun}: {steps:,} steps of {batch:,} {told.sample}.{f" {told.more}" if told.more else ""}
+Trained with Samerun on {card.data}{begun}: {steps:,} steps of {batch:,} {card.sample}.{f" {card.more}" if card.more else ""}
 
 {f"| score | |{chr(10)}|---|---|{chr(10)}{rows}" if rows else "It was not scored."}
 ## Use
 
 ```python
-{told.use}```
+{card.use}```
 
 {weights.get("program", "")}
-{told.also}
+{card.also}
 ## Training
 
 {_training(weights)}
@@ -83,18 +83,18 @@ hf upload USER/NAME THIS_FOLDER
 """.encode()
 
 
-def _front(told: Told, weights: Mapping[str, Any]) -> str:
+def _front(card: CardFacts, weights: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData  # here: the first step need not wait for it
 
     # The hub refuses a base model that is not one of its own names, such as a folder.
     base = weights["recipe"].get("model.path") if weights["recipe"]["train.init_from"] else None
     data = ModelCardData(
-        library_name=told.library,
+        library_name=card.library,
         license="unknown",
         base_model=base if base and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) else None,
-        pipeline_tag=told.pipeline,
+        pipeline_tag=card.pipeline,
         tags=["samerun"],
-        datasets=[told.dataset] if told.dataset else None,
+        datasets=[card.dataset] if card.dataset else None,
     )
     return data.to_yaml(original_order=["library_name", "license", "base_model", "pipeline_tag", "tags", "datasets"])
 

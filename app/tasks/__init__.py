@@ -28,8 +28,8 @@ def of(recipe: Any) -> Any:
 
 
 def card(task: str, facts: Any, recipe: Any) -> Any:
-    """Return the task's part of a model card, an `app.runs.model_card.Told`. Needs no torch and runs no user's file."""
-    return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").told(facts, recipe)
+    """Return the task's part of a model card, an `app.runs.model_card.CardFacts`. Needs no torch and runs no user's file."""
+    return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").describe(facts, recipe)
 
 
 def sources(task: str) -> dict[str, str]:

@@ -96,7 +96,7 @@ def find_device(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class _Assumptions:
     """What all rows of a plan have in common."""
 
     recipe: Recipe
@@ -132,7 +132,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
         example = model.task.example(model.facts, Form())
         of_batch = clock.training_flops(model.model, lambda called: model.task.loss(called, example))
         step_flops = of_batch / len(example["samples"]) * loaded.recipe.train.global_batch_size
-    given = _Given(
+    given = _Assumptions(
         recipe=loaded.recipe,
         precision=precision,
         has_blocks=any(type(module).__name__ in model.classes for module in model.model.modules()),
@@ -156,7 +156,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _rows(given: _Given, number: int, chosen: Sequence[str], *, per_node: int) -> list[Row]:
+def _rows(given: _Assumptions, number: int, chosen: Sequence[str], *, per_node: int) -> list[Row]:
     """Return the rows of the chosen presets, or of all, without recomputation and with it; what shards least is first.
 
     Raises UsageError for devices that make no whole nodes, and PresetError.
@@ -187,7 +187,7 @@ def _order(sharding: Sharding) -> tuple[object, ...]:
     return sharding.offload, *most, -sharding.replicas if is_fsdp2 else sharding.stage
 
 
-def _row(given: _Given, preset: Preset, number: int, nodes: int, activations: str) -> Row:
+def _row(given: _Assumptions, preset: Preset, number: int, nodes: int, activations: str) -> Row:
     """Return a row with the largest micro-batch that fits, or else the smallest that is possible."""
     from app.planning.memory import Case, Memory, peak
 
@@ -222,7 +222,7 @@ def _row(given: _Given, preset: Preset, number: int, nodes: int, activations: st
     return row
 
 
-def _command(options: argparse.Namespace, given: _Given, row: Row) -> str:
+def _command(options: argparse.Namespace, given: _Assumptions, row: Row) -> str:
     """Return what starts a row: on one node immediately, on several as a job."""
     train, changes = given.recipe.train, []
     if row["accumulation"] > 1 or train.max_micro_batch is not None:

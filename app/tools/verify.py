@@ -24,7 +24,7 @@ from app.files import yaml_text
 from app.options import Parser
 from app.reports.past_run import flat, time_parts
 from app.runs import ledger, run_folder
-from app.runs.ledger import Evaluated, Event, Start, Steps, TimeSpent, account
+from app.runs.ledger import Evaluated, Event, Start, StepSpan, TimeSpent, account
 
 _MOST_SPANS = 10
 
@@ -129,7 +129,7 @@ def examine(events: Sequence[Event], *, seed: int, global_batch_size: int) -> Ve
     """Return what these lines, of which the first is a start, show of a run."""
     kept = ledger.counting(events)
     starts = [event for event in events if isinstance(event, Start)]
-    steps = [event for event in kept if isinstance(event, Steps)]
+    steps = [event for event in kept if isinstance(event, StepSpan)]
     first_step = 1 + min(start.from_step for start in starts)
     # An evaluation comes before the line of its steps.
     last_step = max(ledger.last_step(event) for event in kept if not isinstance(event, Evaluated))

@@ -199,7 +199,7 @@ def _resolve(
             f"--max-restarts is {options.max_restarts}, but a task started by srun cannot restart the other "
             "nodes: leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
         )
-    chosen, origin = preset.of_options(options), "--preset"
+    chosen, origin = preset.from_options(options), "--preset"
     if not options.preset:
         origin = "the preset for replicas or tensor parallelism; --preset overrides it"
     if allocation:

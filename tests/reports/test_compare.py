@@ -149,7 +149,7 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
 
 def test_other_samples_or_learning_rates_are_another_run(digits_run: Path) -> None:
     run = past_run.read(digits_run)
-    (number, steps), *_ = [(at, event) for at, event in enumerate(run.events) if isinstance(event, ledger.Steps)]
+    (number, steps), *_ = [(at, event) for at, event in enumerate(run.events) if isinstance(event, ledger.StepSpan)]
     others = replace(steps, digests=(*steps.digests[:2], "0" * 16, *steps.digests[3:]))
     fed = compare(run, replace(run, events=[*run.events[:number], others, *run.events[number + 1 :]]), tolerance=1.0)
     assert (fed.is_same, fed.fed.compared_steps, fed.fed.samples_differ_at) == (False, run.total_steps, 3)

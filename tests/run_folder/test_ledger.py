@@ -16,13 +16,13 @@ from app.errors import RunFolderError
 from app.metrics.metrics import SampleDigests
 from app.runs import ledger
 from app.runs.claim import claim
-from app.runs.ledger import End, Evaluated, Saved, Start, Steps
+from app.runs.ledger import End, Evaluated, Saved, Start, StepSpan
 
 START = Start(
     from_step=0, total_steps=9, training_samples=64, world_size=2, preset=None, resumed_from=None, job="7", submitted=1.0,
     allocated=None, launched=2.5,
 )  # fmt: skip
-STEPS = Steps(first=1, last=3, digests=("0a", "1b", "2c"), skipped=(2,), training_s=1.5, waiting_s=0.25)
+STEPS = StepSpan(first=1, last=3, digests=("0a", "1b", "2c"), skipped=(2,), training_s=1.5, waiting_s=0.25)
 EVENTS = [START, STEPS, Evaluated(step=3, held_s=0.5), Saved(step=3, held_s=0.5, written_s=2.0), End(step=3, outcome="stopped")]
 
 
@@ -80,7 +80,7 @@ def test_a_broken_line_is_left_out_and_said(tmp_path: Path, broken: bytes, words
         ({"event": "step"}, "it is none of the events start, steps"),
         ({"digests": ["0a"]}, "steps 1 to 3 have 1 digests"),
         ({"first": 0, "last": 2}, "steps 0 to 2"),
-        ({"color": "red"}, "it is no event Steps: .*'color'"),
+        ({"color": "red"}, "it is no event StepSpan: .*'color'"),
     ],
 )
 def test_a_line_that_says_what_cannot_be_is_left_out_and_said(tmp_path: Path, change: dict[str, object], words: str) -> None:

@@ -22,7 +22,7 @@ from app.recipe import recipe_file
 from app.recipe.schema import Recipe, TrainRecipe
 from app.runs import ledger
 from app.runs.claim import claim
-from app.runs.ledger import End, Evaluated, Event, Saved, Start, Steps, TimeSpent, account
+from app.runs.ledger import End, Evaluated, Event, Saved, Start, StepSpan, TimeSpent, account
 from app.tools.verify import Verdict, examine
 from launch import cli
 
@@ -47,9 +47,9 @@ def start(from_step: int, total_steps: int, **moments: float | None) -> Start:
     )  # fmt: skip
 
 
-def steps(first: int, last: int, **given: object) -> Steps:
+def steps(first: int, last: int, **given: object) -> StepSpan:
     digests = tuple(fed(step) for step in range(first, last + 1))
-    return replace(Steps(time=0.0, first=first, last=last, digests=digests, training_s=1.0, waiting_s=0.0), **given)
+    return replace(StepSpan(time=0.0, first=first, last=last, digests=digests, training_s=1.0, waiting_s=0.0), **given)
 
 
 def write(run_dir: Path, events: list[Event]) -> None:
@@ -127,7 +127,7 @@ class History:
         digests = tuple(fed(step, draw(st.sampled_from([1, 2, 8]))) for step in range(first, last + 1))
         training_s = compute_s + waiting_s
         self.events.append(
-            Steps(time=self.now, first=first, last=last, digests=digests, training_s=training_s, waiting_s=waiting_s)
+            StepSpan(time=self.now, first=first, last=last, digests=digests, training_s=training_s, waiting_s=waiting_s)
         )
 
     def hold(self, draw: st.DrawFn, step: int, part: str) -> None:
@@ -186,15 +186,15 @@ def test_a_history_is_proven_and_every_second_is_in_its_part(history: History) -
 @given(histories(), st.sampled_from(["dropped", "doubled", "different"]), st.data())
 @HISTORIES
 def test_a_line_dropped_doubled_or_changed_is_named(history: History, harm: str, data: st.DataObject) -> None:
-    kept = [event for event in ledger.counting(history.events) if isinstance(event, Steps)]
+    kept = [event for event in ledger.counting(history.events) if isinstance(event, StepSpan)]
     line = data.draw(st.sampled_from(kept))
     # The line as it was written may go further than what counts of it.
     at = max(
         number for number, event in enumerate(history.events)
-        if isinstance(event, Steps) and event.first == line.first and event.digests[: len(line.digests)] == line.digests
+        if isinstance(event, StepSpan) and event.first == line.first and event.digests[: len(line.digests)] == line.digests
     )  # fmt: skip
     events, whole = list(history.events), history.events[at]
-    assert isinstance(whole, Steps)
+    assert isinstance(whole, StepSpan)
     expected = range(line.first, line.last + 1)
     if harm == "dropped":
         del events[at]

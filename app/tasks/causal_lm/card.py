@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.runs.model_card import Told
+from app.runs.model_card import CardFacts
 
 _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,11 +16,11 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 """
 
 
-def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
+def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     """Return it, by the facts of the samples and the keys and values of the recipe."""
     tokenizer, length, path = facts["tokenizer"], facts["sequence_length"], recipe["data.path"]
     kind = recipe["model.architecture"] or Path(recipe["model.path"] or "").name
-    return Told(
+    return CardFacts(
         title=f"A language model ({kind})",
         data=f"`{Path(path).name}`" if path else "Moby Dick, the text that comes with Samerun",
         library="transformers",

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.runs.model_card import Told
+from app.runs.model_card import CardFacts
 
 _MOST_NAMED = 100
 """Class names listed here; model.json has them all."""
 
 
-def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
+def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     """Return it, by the facts of the samples and the keys and values of the recipe."""
     source, path = recipe["data.source"], recipe["data.path"]
     is_of_hub = source == "huggingface" and path and not Path(path).is_absolute() and not Path(path).exists()
     name = source if path is None else path if is_of_hub else Path(path).name
     kind = "" if source == name else f" ({source})"
-    return Told(
+    return CardFacts(
         title=f"{recipe['model.name']}, which classifies pictures of {name}",
         data=f"`{name}`{kind}",
         dataset=path if is_of_hub else None,

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.recipe import task_file
-from app.runs.model_card import Told
+from app.runs.model_card import CardFacts
 
 
-def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
+def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     """Return what the card contains."""
     name = task_file.name_of(recipe["task"])
-    return Told(
+    return CardFacts(
         title=f"A model of {name}",
         data=f"the data of the task `{name}`",
         also=f"The task's file, `{name}`, must be where `recipe.yaml` says; otherwise give its place: "

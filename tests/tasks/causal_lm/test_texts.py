@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from app.errors import DataError, UsageError
 from app.tasks.causal_lm.data import texts
-from app.tasks.causal_lm.data.texts import Piece, SourceOptions
+from app.tasks.causal_lm.data.texts import FileRange, SourceOptions
 
 TEXTS = ["Call me Ishmael.", "Grüße\nan den Wal \N{WHALE}\r\n", "", " ", "line\u2028separator\x85", "x" * 5000, "the end"]
 END = "<|endoftext|>"
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, name: str, content: byt
 
 def test_rows_of_tables_are_numbered_within_the_file(tmp_path: Path) -> None:
     as_parquet(tmp_path / "a.parquet")
-    piece = Piece("parquet", str(tmp_path / "a.parquet"), 1, 2, 0)
+    piece = FileRange("parquet", str(tmp_path / "a.parquet"), 1, 2, 0)
     assert [texts.place(piece, position) for position, _ in texts.rows(piece, SourceOptions())] == [
         f"{tmp_path}/a.parquet, row 2",
         f"{tmp_path}/a.parquet, row 3",

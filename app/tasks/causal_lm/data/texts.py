@@ -71,7 +71,7 @@ class SourceOptions:
         return self.prompts or column in self.columns
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """Documents that one process reads: all or some of a file, some of a data set."""
 
     kind: Kind
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 class Texts(NamedTuple):
     """Texts that were found."""
 
-    parts: list[tuple[Piece, ...]]
+    parts: list[tuple[FileRange, ...]]
     """Pieces in their order; small ones are grouped."""
     not_read: list[str]
     """A sentence for each folder with files that are not read."""
@@ -158,14 +158,14 @@ def _kind(path: Path) -> Kind | None:
     return None if kind == "parquet" and is_compressed(path) else kind
 
 
-def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[Piece]:
+def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[FileRange]:
     if kind == "datasets":
         dataset = _dataset(path, options)
         rows, size = len(dataset), int(dataset.data.nbytes)
         step = max(1, rows * _PIECE_BYTES // max(size, 1))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield Piece(kind, path, start, stop, size * (stop - start) // rows, dataset)
+            yield FileRange(kind, path, start, stop, size * (stop - start) // rows, dataset)
         return
     try:
         size = Path(path).stat().st_size
@@ -174,11 +174,11 @@ def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[Piece]:
     if kind == "parquet":
         yield from _parquet_pieces(path)
     elif is_compressed(Path(path)) or not (kind == "jsonl" or _is_divisible(options.separator)):
-        yield Piece(kind, path, 0, _ALL, size)
+        yield FileRange(kind, path, 0, _ALL, size)
     else:
         for start in range(0, size, _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, size)
-            yield Piece(kind, path, start, stop, stop - start)
+            yield FileRange(kind, path, start, stop, stop - start)
 
 
 def _is_divisible(separator: str | None) -> bool:
@@ -186,7 +186,7 @@ def _is_divisible(separator: str | None) -> bool:
     return separator is not None and not any(separator.startswith(separator[-n:]) for n in range(1, len(separator)))
 
 
-def _parquet_pieces(path: str) -> Iterator[Piece]:
+def _parquet_pieces(path: str) -> Iterator[FileRange]:
     import pyarrow
     import pyarrow.parquet
 
@@ -195,11 +195,11 @@ def _parquet_pieces(path: str) -> Iterator[Piece]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
     for group in range(metadata.num_row_groups):
-        yield Piece("parquet", path, group, group + 1, metadata.row_group(group).total_byte_size)
+        yield FileRange("parquet", path, group, group + 1, metadata.row_group(group).total_byte_size)
 
 
-def _grouped(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, ...]]:
-    part: list[Piece] = []
+def _grouped(pieces: Iterable[FileRange]) -> Iterator[tuple[FileRange, ...]]:
+    part: list[FileRange] = []
     size = 0
     for piece in pieces:
         if part and size + piece.size_bytes > _PIECE_BYTES:
@@ -252,13 +252,13 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
+def rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     """Return the rows of a piece. Raises DataError if the file cannot be read to its end."""
     readers = {"text": _text_rows, "jsonl": _json_rows, "parquet": _parquet_rows, "datasets": _dataset_rows}
     return readers[piece.kind](piece, options)
 
 
-def place(piece: Piece, position: int) -> str:
+def place(piece: FileRange, position: int) -> str:
     """Return the location of a row, in words. Reads the file up to there."""
     if piece.kind != "jsonl":
         return f"{piece.path}, {'byte' if piece.kind == 'text' else 'row'} {position}"
@@ -266,7 +266,7 @@ def place(piece: Piece, position: int) -> str:
         return f"{piece.path}, line {1 + sum(1 for _ in _lines(file, 0, position))}"
 
 
-def _json_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
+def _json_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     with open_decompressed(Path(piece.path)) as file:
         for position, line in _lines(file, piece.start, piece.stop):
             if line.strip():
@@ -295,7 +295,7 @@ def _json_row(line: bytes, options: SourceOptions) -> Mapping[str, Any] | str:
     return _missing_column(options, row) or row
 
 
-def _text_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
+def _text_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     """Yield the documents that begin at `start` .. `stop` - 1; the first at 0, each other one after a separator."""
     path = Path(piece.path)
 
@@ -321,7 +321,7 @@ def _text_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
             begin = stop if end < 0 else end + len(separator)
 
 
-def _parquet_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
+def _parquet_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -338,7 +338,7 @@ def _parquet_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:
         raise damaged_file_error(piece.path, error) from error
 
 
-def _dataset_rows(piece: Piece, options: SourceOptions) -> Iterator[Row]:  # noqa: ARG001
+def _dataset_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:  # noqa: ARG001
     import pyarrow
 
     for start in range(piece.start, piece.stop, _ROWS):

@@ -31,7 +31,7 @@ from app.files.atomic_files import Hashed, made_whole
 from app.tasks.causal_lm.data import store, texts
 from app.tasks.causal_lm.data.chat import Examples, Unusable
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, Pieces, blocks_digest
-from app.tasks.causal_lm.data.texts import Piece, SourceOptions, Texts
+from app.tasks.causal_lm.data.texts import FileRange, SourceOptions, Texts
 from app.tasks.causal_lm.data.tokenizers import Tokenizer
 
 _BATCH_TEXTS, _BATCH_CHARACTERS = 256, 1 << 20
@@ -145,7 +145,7 @@ def _split_of(numbers: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
     return np.select([at < validation, at < validation + test], ["validation", "test"], "train").astype(object)
 
 
-def _rows(part: Sequence[Piece], options: SourceOptions, counts: Counter[str], read: Callable[[Any], Any]) -> Iterator[Any]:
+def _rows(part: Sequence[FileRange], options: SourceOptions, counts: Counter[str], read: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield what `read` makes of each row. Raises DataError for a row that cannot be read, or counts it."""
     for piece in part:
         for position, row in texts.rows(piece, options):
@@ -163,7 +163,9 @@ def _rows(part: Sequence[Piece], options: SourceOptions, counts: Counter[str], r
                 yield value
 
 
-def _text_batches(part: Sequence[Piece], tokenizer: Tokenizer, options: SourceOptions, counts: Counter[str]) -> Iterator[Batch]:
+def _text_batches(
+    part: Sequence[FileRange], tokenizer: Tokenizer, options: SourceOptions, counts: Counter[str]
+) -> Iterator[Batch]:
     column = options.columns[0]
 
     def read(row: Mapping[str, Any]) -> tuple[str, int]:
@@ -191,7 +193,7 @@ def _text_batches(part: Sequence[Piece], tokenizer: Tokenizer, options: SourceOp
 
 
 def _example_batches(
-    part: Sequence[Piece], tokenizer: Tokenizer, options: SourceOptions, counts: Counter[str], *, longest: int
+    part: Sequence[FileRange], tokenizer: Tokenizer, options: SourceOptions, counts: Counter[str], *, longest: int
 ) -> Iterator[Batch]:
     token_bytes = tokenizer.token_bytes.astype(np.int64)
     for example in _rows(part, options, counts, Examples(tokenizer, options.columns)):

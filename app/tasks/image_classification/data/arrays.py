@@ -70,13 +70,13 @@ class Mapped:
         self.path = path
 
     @classmethod
-    def of_npy(cls, path: Path) -> Mapped:
+    def from_npy(cls, path: Path) -> Mapped:
         """Return the array in an .npy file. Raises as `numpy.load`."""
         # A plain view: NumPy's memmap runs Python code at each look-up, for some microseconds.
         return cls(np.asarray(other_libraries.array(path)), path)
 
     def __reduce__(self) -> tuple[Callable[..., Mapped], tuple[Any, ...]]:
-        return (Mapped, (self.array,)) if self.path is None else (Mapped.of_npy, (self.path,))
+        return (Mapped, (self.array,)) if self.path is None else (Mapped.from_npy, (self.path,))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -197,7 +197,7 @@ def write_split(folder: Path, split: Unstored) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write_npy(folder / IMAGES, np.uint8, split.shape, split.chunks)
     _write_npy(folder / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
-    written = in_array(Mapped.of_npy(folder / IMAGES), other_libraries.array(folder / LABELS), split.classes)
+    written = in_array(Mapped.from_npy(folder / IMAGES), other_libraries.array(folder / LABELS), split.classes)
     about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     for file in (IMAGES, LABELS, ABOUT):
@@ -210,7 +210,7 @@ def open_split(folder: Path, remedy: str = "pack it again, or correct data.path"
         about = parsed((folder / ABOUT).read_bytes())
         if about["format"] != FORMAT:
             raise ValueError(f"its format is {about['format']}, and this version reads {FORMAT}")
-        labels, pixels = np.asarray(other_libraries.array(folder / LABELS)), Mapped.of_npy(folder / IMAGES)
+        labels, pixels = np.asarray(other_libraries.array(folder / LABELS)), Mapped.from_npy(folder / IMAGES)
         kind, dimensions = pixels.array.dtype, pixels.array.ndim
         if kind != np.uint8 or dimensions != 4:
             raise ValueError(f"{IMAGES} is {kind} with {dimensions} dimensions, not uint8 with 4")

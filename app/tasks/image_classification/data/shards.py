@@ -189,7 +189,7 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
         sync(folder / _INDEX)
 
     folder = cached("indexes", [kind, *stamps(files)], write)
-    return RecordFiles(tuple(files), Mapped.of_npy(folder / _INDEX))
+    return RecordFiles(tuple(files), Mapped.from_npy(folder / _INDEX))
 
 
 def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.ndarray:
