@@ -22,7 +22,6 @@ from app.errors import CheckpointError, RunFolderError
 from app.init.region import Region
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
-from app.runs.claim import claim
 
 MIB = 2**20
 MODEL = {"recipe": {"task": "image_classification"}, "facts": {"classes": ["no", "yes"], "channels": 1, "image_size": [8, 8]}}
@@ -121,23 +120,6 @@ def test_large_weights_are_split_as_by_transformers(tmp_path: Path) -> None:
     assert export.main([str(tmp_path), "--out", str(out), "--force"]) == 0
     assert sorted(path.name for path in out.glob("model*")) == ["model.json", "model.safetensors"]
     assert_equal(out / "model.safetensors", expected)
-
-
-def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    older = save_small(tmp_path, 1)
-    save_small(tmp_path, 2)
-    newest = files.path_of(tmp_path, 2)
-    file = newest / "rank-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(CheckpointError, match="has changed since it was written"):
-        export.main([str(newest), "--out", str(tmp_path / "out")])
-    assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert f"passed over: {file} has changed" in capsys.readouterr().err
-    assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
-    files.discard(claim(tmp_path), files.path_of(tmp_path, 1))
-    for place, why in ((tmp_path, "There is no other checkpoint"), (tmp_path / "no", "contains no complete checkpoint")):
-        with pytest.raises(CheckpointError, match=why):
-            export.main([str(place)])
 
 
 def test_a_model_larger_than_the_memory_is_exported_and_a_full_disk_is_a_sentence(tmp_path: Path) -> None:

@@ -99,38 +99,17 @@ def runtime() -> Runtime:
     return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=script.BATCH, data_ranks=1, accumulation=1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "float64", "nadam", "adafactor"])
+@pytest.mark.parametrize("name", sorted(script.CASES.keys() - {"gathered"}))
 def test_one_process_does_so_too(runtime: Runtime, left: tuple[Path, dict[str, script.Record]], name: str) -> None:
     record = script.run(runtime, script.CASES[name], left[1][name])
     assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)
 
 
-def shards_of(runtime: Runtime, recipe: parameter_groups.OptimRecipe) -> Shards:
-    model = script.build(script.CASES["adamw"], seed=0)
-    return Shards(runtime.accelerator, *runtime.prepare(model, parameter_groups.build_optimizer(recipe, model)))
-
-
-def test_allocating_state_leaves_the_rest_as_it_was(runtime: Runtime) -> None:
-    model = script.build(script.CASES["adamw"], seed=0)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    prepared = runtime.prepare(model, parameter_groups.build_optimizer(script.SGD, model))
-    shards = Shards(runtime.accelerator, *prepared)
-    assert {piece.key for piece in shards.pieces()} == {"weight"}
-    shards.allocate_state({"weight", "momentum_buffer"}, {})
-    states = [piece for piece in shards.pieces() if piece.key == "momentum_buffer"]
-    assert {piece.name for piece in states} == set(before)
-    assert not any(piece.values.any() for piece in states)
-    assert [group["lr"] for group in prepared[1].param_groups] == [script.SGD.lr] * 2
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None
-        assert torch.equal(parameter, before[name])
-
-
 def test_the_state_of_another_optimizer_is_refused(runtime: Runtime) -> None:
+    model = script.build(script.CASES["adamw"], seed=0)
+    shards = Shards(runtime.accelerator, *runtime.prepare(model, parameter_groups.build_optimizer(script.SGD, model)))
     with pytest.raises(CheckpointError, match=r"exp_avg and exp_avg_sq.*SGD, uses momentum_buffer"):
-        shards_of(runtime, script.SGD).allocate_state({"weight", "exp_avg", "exp_avg_sq"}, {"step": 3.0})
-    with pytest.raises(CheckpointError, match=r"momentum_buffer.*AdamW, uses exp_avg and exp_avg_sq"):
-        shards_of(runtime, script.ADAMW).allocate_state({"weight", "average", "momentum_buffer"}, {})
+        shards.allocate_state({"weight", "exp_avg", "exp_avg_sq"}, {"step": 3.0})
 
 
 PRIVATE = {

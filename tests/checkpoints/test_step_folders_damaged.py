@@ -66,8 +66,6 @@ def test_damage_after_the_verification_is_a_sentence(tmp_path: Path) -> None:
     assert f"{tensors} is damaged" in refusal(lambda: Reader(folder).read_into(piece(torch.zeros(12))))
     tensors.unlink()
     assert f"{tensors} cannot be read: " in refusal(lambda: Reader(folder).read_into(piece(torch.zeros(12))))
-    (folder / "state.json").write_text('{"step": 7}')
-    assert "state.json" in refusal(lambda: Reader(folder))
     (folder / "manifest.json").write_bytes(manifest._sealed(b'{"format": 3}'))
     assert "has format 3, and this version reads formats 1 and 2" in refusal(lambda: verify(folder))
 

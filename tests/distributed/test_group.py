@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
@@ -50,33 +49,24 @@ def node(*ranks: RankDevice) -> list[RankDevice]:
     return [device._replace(rank=rank) for rank, device in enumerate(ranks)]
 
 
-def told(port: int, device: RankDevice, world_size: int, timeout_s: float, to: Connection) -> None:
+def meet(port: int, device: RankDevice, world_size: int, timeout_s: float) -> tuple[str, dist.TCPStore]:
+    """Return the refusal, if any, and the store, which rank 0 has to keep until the others have read it."""
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=device.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     try:
         process_store.check(process_store.exchange(store, device, world_size))
-        to.send("")
     except TopologyError as error:
-        to.send(str(error))
-    to.recv()  # rank 0 has the store
+        return str(error), store
+    return "", store
 
 
 def sentences(*starting: RankDevice, world_size: int, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """What processes with these devices are told when they meet, in the order of their ranks."""
-    context, port, asked = multiprocessing.get_context("spawn"), free_port(), []
-    for device in starting:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=told, args=(port, device, world_size, timeout_s, theirs))
-        process.start()
-        asked.append((process, ours))
-    try:
-        assert all(connection.poll(TIMEOUT_S) for _, connection in asked)
-        return [connection.recv() for _, connection in asked]
-    finally:
-        for process, connection in asked:
-            connection.send(None)
-            process.join()
+    """Return the refusals of processes with these devices when they meet, in the order of their ranks."""
+    port = free_port()
+    with ThreadPoolExecutor(len(starting)) as pool:
+        met = list(pool.map(lambda device: meet(port, device, world_size, timeout_s), starting))
+    return [refusal for refusal, _ in met]
 
 
 def test_processes_that_would_share_a_device_are_told_so_when_they_meet() -> None:

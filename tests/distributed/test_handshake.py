@@ -50,10 +50,6 @@ def test_a_plain_accelerator_under_a_preset(config: str, arguments: tuple[str, .
     assert sentence in finished.output
 
 
-def test_the_checks_pass_where_nothing_is_wrong() -> None:
-    assert "found nothing wrong" in naive("multi_gpu", "--cpu").check().output
-
-
 def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
     """DeepSpeed clips at 1.0 unless it is told otherwise; without clipping the first gradients here are far larger."""
     arguments = (*SHORT, "optim.name=sgd", "optim.lr=0.05", "optim.warmup_epochs=null", "data.std=0.02", "model.pooling=max")
@@ -87,12 +83,6 @@ def test_a_precision_of_deepspeeds_config_file_is_none_that_nobody_wrote_down(tm
     finished = train("deepspeed_zero2", tmp_path / "run", *SHORT, processes=2, env=named)
     assert finished.returncode == PresetError.exit_code
     assert "mixed_precision is no, but the prepared model computes in bf16" in finished.output
-
-
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: nothing to report")
-def test_a_run_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
-    assert "finds no GPU), run folder" in train("single_gpu", tmp_path / "run", *SHORT).check().output
-    assert read(tmp_path / "run" / "run.json")["mixed_precision"] == "no"
 
 
 def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: Path) -> None:
@@ -137,13 +127,6 @@ def two_nodes(run_dir: Path, first: tuple[str, ...], second: tuple[str, ...]) ->
         nodes.append(Started(accelerate("multi_node", *options, target=target, processes=2)))
     one, other = (node.wait() for node in nodes)
     return one, other
-
-
-@pytest.mark.slow
-def test_two_nodes_train_one_run(tmp_path: Path) -> None:
-    for finished in two_nodes(tmp_path / "run", (), ()):
-        finished.check()
-    assert read(tmp_path / "run" / "result.json")["world_size"] == 2
 
 
 def test_nodes_with_different_recipes_or_data_stop_before_the_first_step(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -59,13 +58,3 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
         run_installed(installed, [*command, "--trackers", "none"], folder).check()
     compared = run_installed(installed, ["samerun", "compare", "runs/cpu", "runs/fsdp2"], folder).check()
     assert "The same run" in compared.output
-
-
-@pytest.mark.multiproc
-@pytest.mark.long
-def test_an_example_is_copied_and_trained_with_the_wheel(installed: Path, tmp_path: Path) -> None:
-    for ending in ("py", "yaml"):
-        shutil.copy(REPOSITORY / "examples" / f"segmentation.{ending}", tmp_path)
-    command = ["samerun", "launch", "--recipe=segmentation.yaml", "--preset=fsdp2", "--processes=2", "--run-dir=run"]
-    run_installed(installed, [*command, "--trackers", "none"], tmp_path).check()
-    assert read(tmp_path / "run" / "result.json")["test_mean_iou"] > 0.8

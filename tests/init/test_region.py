@@ -24,8 +24,6 @@ from app.init import region
 from app.init.model_tensors import digest_of
 from app.init.region import Region
 
-SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
-
 
 def places(it: Region) -> list[int]:
     """Indices of the elements, without the code under test."""
@@ -66,15 +64,6 @@ def test_what_two_regions_have_in_common(one: Region, other: Region) -> None:
     assert sorted(at for part in found for at in places(part)) == sorted(set(places(one)) & set(places(other)))
     for it, part in itertools.product((one, other), found):
         assert [places(it)[at] for at in places(it.inside(part))] == places(part)
-
-
-@given(SHAPES, st.data())
-def test_digests_of_regions_add_up(shape: tuple[int, ...], data: st.DataObject) -> None:
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    dim, parts = data.draw(st.integers(0, min(1, len(shape) - 1))), data.draw(st.integers(1, 4))
-    found = [region.placed(shape, (parts,), (at,), (Shard(dim),)) for at in range(parts)]
-    assert all(found)
-    assert sum(digest_of("w", it.take(whole), it) for it in found if it) & (2**64 - 1) == digest_of("w", whole)
 
 
 def test_a_digest_is_of_the_place_in_long_tensors_too() -> None:
@@ -161,15 +150,6 @@ def test_fsdp2_over_tensor_parallelism(shape: tuple[int, ...], placement: Any, s
         found.append((index, it))
     for copy in range(count):
         assert sorted(at for index, it in found if index == copy for at in places(it)) == list(range(whole.numel()))
-
-
-def test_ranks_of_a_mesh_without_a_shard_have_copies() -> None:
-    for rank in range(4):
-        as_rank(rank, 4)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-        rows = distribute_tensor(torch.zeros(4, 4), mesh["dp_shard"], (Shard(0),), src_data_rank=None)
-        assert region.copies(rows) == (2, rank % 2)
-        assert region.copies(nn.Parameter(torch.zeros(3))) == (4, rank)
 
 
 @pytest.mark.parametrize("placements", [(Shard(2),), (_StridedShard(0, split_factor=2),), (Partial(),)], ids=str)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
-from app.errors import DataError, RecipeError
-from app.optim.schedule import Length, first_step_by_length, length_in_steps, lr_at, notes_on
+from app.errors import DataError
+from app.optim.schedule import Length, first_step_by_length, length_in_steps, lr_at
 from app.recipe.schema import OptimRecipe, TrainRecipe
 
 
@@ -42,7 +42,7 @@ def warm_then(after, *, steps: int):
 @pytest.mark.parametrize(
     ("optim", "steps", "of_torch"),
     [
-        (OptimRecipe(lr=0.3), 50, lambda optimizer: CosineAnnealingLR(optimizer, T_max=50)),
+        (OptimRecipe(lr=0.075, lr_reference_batch=16), 50, lambda optimizer: CosineAnnealingLR(optimizer, T_max=50)),
         (
             OptimRecipe(lr=0.3, warmup_steps=7, final_lr_ratio=0.1),
             100,
@@ -54,7 +54,6 @@ def warm_then(after, *, steps: int):
             lambda optimizer: MultiStepLR(optimizer, [30, 60, 80], gamma=0.1),
         ),
     ],
-    ids=["cosine", "cosine after a warm-up", "step"],
 )
 def test_rates_are_those_of_torch(optim, steps, of_torch):
     assert rates(optim, total_steps=steps) == pytest.approx(torch_rates(of_torch, peak=0.3, total_steps=steps), rel=1e-9)
@@ -65,18 +64,6 @@ def test_a_cosine_that_ends_before_the_run_keeps_its_final_rate():
     shorter, found = rates(optim, total_steps=100), rates(replace(optim, cosine_steps=100), total_steps=130)
     assert found == [*shorter, *[pytest.approx(0.03, rel=1e-12)] * 30]
     assert first_step_by_length(replace(optim, cosine_steps=100), steps_per_epoch=10) is None
-
-
-def test_the_published_imagenet_schedule():
-    """Goyal et al. 2017, table 1 and section 5.1: 0.1 for 256 samples, so 3.2 for 8,192; a tenth after 30, 60 and 80 epochs."""
-    optim = OptimRecipe(name="sgd", lr=0.1, lr_reference_batch=256, schedule="step", warmup_epochs=5)
-    found = rates(optim, global_batch_size=8192, steps_per_epoch=156, total_steps=90 * 156)
-    by_epoch = found[156 // 2 :: 156]
-    assert by_epoch[5:30] == pytest.approx([3.2] * 25)
-    assert by_epoch[30:60] == pytest.approx([0.32] * 30)
-    assert by_epoch[60:80] == pytest.approx([0.032] * 20)
-    assert by_epoch[80:90] == pytest.approx([0.0032] * 10)
-    assert found[0] == pytest.approx(3.2 / (5 * 156))
 
 
 optim_recipes = st.builds(
@@ -112,19 +99,3 @@ def test_data_smaller_than_one_global_batch():
     assert length_in_steps(TrainRecipe(epochs=1), dataset_size=64, global_batch_size=64) == Length(1, 1)
     with pytest.raises(DataError, match=r"63 samples.*has 64.*train\.global_batch_size to 63"):
         length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
-
-
-def test_a_run_of_too_many_steps_is_refused():
-    assert length_in_steps(TrainRecipe(steps=10**9), dataset_size=64, global_batch_size=64).total_steps == 10**9
-    with pytest.raises(
-        RecipeError, match=r"train\.epochs is 1000000000, which is 22,000,000,000 steps with this data: give at"
-    ):
-        length_in_steps(TrainRecipe(epochs=10**9), dataset_size=1438, global_batch_size=64)
-
-
-def test_rates_that_are_hardly_meant_are_told():
-    length = Length(steps_per_epoch=10, total_steps=20)
-    assert notes_on(OptimRecipe(lr=0.1, warmup_epochs=2), length) == []
-    assert notes_on(OptimRecipe(lr=0.0), length) == ["optim.lr is 0: no step will change a weight"]
-    (note,) = notes_on(OptimRecipe(warmup_steps=3000), length)
-    assert note.startswith("the warm-up has 3,000 steps and the run has 20: the learning rate never reaches its peak")

@@ -1,4 +1,4 @@
-"""A run that fails is recorded as failed, with its process, exit code and error; another start's failure is not its own."""
+"""A run that fails is recorded as failed, with its process, exit code and error; a task file that exits is no run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from processes import Finished, Started, run
 
+from app.errors import RecipeError, TrainingError
 from app.reports import past_run, report
 from app.reports.past_run import state_of
 
@@ -16,8 +17,10 @@ pytestmark = pytest.mark.multiproc
 
 # The last rank alone fails, once the run folder is claimed. Others wait for it in a collective.
 TASK = """
+import argparse
 import os
 import signal
+import sys
 
 import torch
 from torch import nn
@@ -39,6 +42,10 @@ class Task:
 
     def loss(self, model, batch):
         loss = model(batch["x"]).square().mean()
+        if FAILS == "exits":
+            sys.exit(0)
+        if FAILS == "vanishes":
+            os._exit(0)
         if IS_LAST and os.path.exists(f"{RUN}/metrics.jsonl"):
             if FAILS == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -48,6 +55,8 @@ class Task:
 
 
 task = Task
+if FAILS == "parses":
+    argparse.ArgumentParser().parse_args(["--lr", "1"])
 """
 ONE, TWO = ("--preset", "cpu"), ("--preset", "multi_gpu", "--processes", "2")
 
@@ -97,3 +106,25 @@ def test_without_a_launcher_of_ours_a_process_records_its_error(words: list[str]
     ended = run("cpu", None, "app.train", *words, env={"FAILS": "raises", "RUN": words[3]})
     assert ended.returncode == 1, ended.output
     assert state(words, 0) == ("failed", "it ended with exit code 1: ValueError: struck")
+
+
+@pytest.mark.parametrize(
+    ("fails", "preset", "code", "advice"),
+    [
+        ("parses", "cpu", 2, "guard what only a script does with `if __name__ == '__main__':`"),
+        ("exits", "multi_gpu", 0, "raise an exception instead"),
+    ],
+)
+def test_a_task_file_that_exits_is_named(words: list[str], fails: str, preset: str, code: int, advice: str) -> None:
+    ended = run(preset, 1 if preset == "cpu" else 2, "app.train", *words, env={"FAILS": fails, "RUN": words[3]})
+    assert ended.returncode == RecipeError.exit_code, ended.output
+    line = TASK[: TASK.index(f'"{fails}"')].count("\n") + 2
+    file = Path(words[1]).with_suffix(".py")
+    expected = f"RecipeError: task.py ends the program with sys.exit({code}) in line {line} ({file}): {advice}"
+    assert expected in ended.output
+
+
+def test_a_process_that_vanishes_with_exit_code_0_has_not_finished(words: list[str]) -> None:
+    ended = launch(words, "vanishes", *ONE)
+    assert ended.returncode == TrainingError.exit_code, ended.output
+    assert "the training process ended with exit code 0, but it neither finished the run nor stopped it" in ended.output

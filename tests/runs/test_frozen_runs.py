@@ -13,9 +13,10 @@ from moments import await_that
 from processes import read_lines, start, train
 from safetensors.torch import load_file
 
-from app.checkpoints import step_folders
+from app.checkpoints import step_folders, stored_weights
 from app.errors import CheckpointError
 from app.export import main as export
+from app.init.region import Region
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
@@ -103,6 +104,11 @@ def test_a_checkpoint_names_the_file_that_it_needs(undisturbed: Path, weights: P
     left, exported = load_file(undisturbed / "model.safetensors"), load_file(out)
     assert left.keys() == exported.keys()
     assert all(torch.equal(left[name], exported[name]) for name in FROZEN)
+    stored = stored_weights.open_stored(newest)  # as `train.init_from` reads
+    assert stored.keys() == exported.keys()
+    for name, expected in exported.items():
+        stored[name].read_into(values := torch.empty(expected.numel(), dtype=expected.dtype), Region.flat(0, expected.numel()))
+        assert torch.equal(values, expected.flatten()), name
     if place == "checkpoint":  # alone, elsewhere
         copy = tmp_path / "alone" / "checkpoints" / newest.name
         shutil.copytree(newest, copy)

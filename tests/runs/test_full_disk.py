@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,6 @@ from processes import SCRIPTS, Finished, read, run, train
 
 from app.errors import CheckpointError, RunFolderError
 from app.files.lines import Lines
-from app.runs.claim import claim
-
-LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl")
 
 
 def leave_free(small_disk: Path, kib: int) -> None:
@@ -39,53 +34,6 @@ def assert_nothing_is_half_written(run_dir: Path) -> None:
             lines = Lines(path)
             assert len(list(lines)) >= 0
             assert lines.complaint is None
-
-
-def written(run_dir: Path) -> None:
-    """What a start writes, a few KiB of each kind of file."""
-    with closing(claim(run_dir)) as ours:
-        ours.remove("outcome.json")
-        ours.go_on_after(3)
-        for name in ("preset.yaml", "run.json", "recipe.yaml"):
-            ours.write_text(name, '"' + "x" * 3000 + '"')
-        for step in range(4, 14):
-            for name in LINES:
-                ours.append(name, {"step": step, "text": "x" * 500})
-        ours.sync()
-        with ours.staged("test_predictions") as folder:
-            folder.mkdir()
-            for name in ("1.png", "2.png"):
-                (folder / name).write_bytes(bytes(5000))
-        ours.write_text("result.json", '"' + "x" * 3000 + '"')
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["a new run", "one that goes on"])
-def test_wherever_a_disk_fills_up_the_path_and_the_reason_are_said(small_disk: Path, again: bool) -> None:
-    """At each free size from nothing up to what it takes, in the pages of the file system."""
-    sentences, is_written = set(), False
-    for kib in range(0, 124, 4):
-        run_dir = small_disk / str(kib)
-        run_dir.mkdir()
-        if again:
-            (small_disk / "filler").unlink(missing_ok=True)
-            written(run_dir)
-        leave_free(small_disk, kib)
-        try:
-            written(run_dir)
-            is_written = True
-        except RunFolderError as error:
-            assert not is_written, f"{kib} KiB were not enough, and less were"
-            said = str(error)
-            assert said.startswith(f"{run_dir}/"), said
-            assert said.endswith(" cannot be written: No space left on device. Free space there, or keep fewer checkpoints.")
-            sentences.add(said.removeprefix(f"{run_dir}/").split()[0])
-        assert_nothing_is_half_written(run_dir)
-        (small_disk / "filler").unlink()
-        written(run_dir)
-        assert_nothing_is_half_written(run_dir)
-        shutil.rmtree(run_dir)
-    assert is_written
-    assert sentences >= ({"test_predictions"} if again else {"starts/1", "run.json", "recipe.yaml", "metrics.jsonl"})
 
 
 RECIPE = ("--recipe", "digits", "train.global_batch_size=64", "train.steps=12", "log.every_steps=1", "checkpoint.every_steps=4",

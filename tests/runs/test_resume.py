@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import random
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from moments import await_moment, last_step, saves
-from processes import read, read_lines, run, start, train
+from processes import read, read_lines, start, train
 
-from app import export
 from app.checkpoints import manifest, step_folders
 from app.errors import CheckpointError
 from app.init.region import Piece, Region
@@ -228,39 +226,9 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
     assert spent.lost_work_s > 0
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    return go(ALONE, folder, *OPTIMIZERS["adamw"], "checkpoint.every_steps=10", "checkpoint.keep_last=2")
-
-
-def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Path) -> None:
-    assert [path.name for path in step_folders.committed(finished_run)] == ["step-00000035", "step-00000030"]
-    before = read(finished_run / "result.json")
-    finished = train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
-    result = read(finished_run / "result.json")
-    assert (result["test_loss"], result["samples_per_s"]) == (before["test_loss"], None)
-    assert "; no steps were left" in finished.output
-
-
-def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
-    rising = ("optim.name=sgd", "optim.lr=1.5", "optim.schedule=constant", "optim.warmup_steps=110", "train.steps=110")
-    wanted = ("checkpoint.every_minutes=null", "checkpoint.keep_best=true", "checkpoint.keep_last=1")
-    train("cpu", tmp_path, "--recipe", "digits", *rising, *wanted).check()
-    scores = {line["step"]: line["validation_accuracy"] for line in read_lines(tmp_path / "evaluations.jsonl")[:-1]}
-    best = max(scores, key=lambda step: scores[step])
-    assert best < 110, "the last was the best, which shows nothing"
-    assert step_folders.committed(tmp_path) == [step_folders.path_of(tmp_path, step) for step in (110, best)]
-    assert step_folders.Reader(step_folders.path_of(tmp_path, 110)).state["best"]["step"] == best
-    assert export.main([str(tmp_path), "--best"]) == 0
-    left = tmp_path / "exported" / step_folders.path_of(tmp_path, best).name
-    (tmp_path / "model.json").unlink()  # and of a run that is not finished
-    for evaluated in ((str(left),), (str(tmp_path), "--best")):
-        again = run("cpu", 1, "app.evaluate", *evaluated, "--json", "--split", "validation").check()
-        assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(scores[best]), evaluated
-
-
-def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_path: Path, finished_run: Path) -> None:
+def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_path: Path) -> None:
+    saving = ("checkpoint.every_steps=10", "checkpoint.keep_last=2")
+    finished_run = go(ALONE, tmp_path / "finished", *OPTIMIZERS["adamw"], *saving)
     newest, older = step_folders.committed(finished_run)
     (newest / "rank-00000.safetensors").write_bytes(b"")
     longer = (*RECIPE, *OPTIMIZERS["adamw"], "train.steps=36", "--resume")

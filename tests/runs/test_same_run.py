@@ -6,7 +6,6 @@ The comparison is written out here rather than taken from `samerun parity`, whic
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import trace_format
-from processes import ONE_THREAD, Started, launch, read, read_lines, run, train
+from processes import ONE_THREAD, Started, launch, read, read_lines, train
 
 from app.reports import timeline
 
@@ -185,15 +184,3 @@ def test_samerun_parity_passes_what_is_the_same(tmp_path: Path, words: tuple[str
     finished = Started([*command, "--presets", *words]).wait()
     assert finished.returncode == code, finished.output
     assert re.search(said, finished.output)
-
-
-def test_the_evaluation_counts_every_sample_once(references: dict[str, Path]) -> None:
-    """359 test samples are a prime: no number of processes, and no batch, divides them."""
-    scores = []
-    for preset, processes in (("cpu", 1), ("multi_gpu", 3)):
-        output = run(preset, processes, "app.evaluate", str(references["adamw"]), "--json").check().output
-        scores.append(json.loads(next(line for line in output.splitlines() if line.startswith("{"))))
-    losses = [found.pop("loss") for found in scores]
-    assert scores[0] == scores[1]
-    assert scores[0]["samples"] == 359
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from moments import await_that
 from PIL import Image
-from processes import read, read_lines, start, train
+from processes import read, read_lines, run, start, train
 
+from app import export
 from app.checkpoints import step_folders
 from app.errors import RecipeError
 
@@ -38,6 +40,13 @@ def test_early_stopping_and_best_are_the_same_across_a_kill_and_presets(tmp_path
     assert (tested["step"], result["validation_samples"], result["test_samples"]) == (last, 100, 359)
     best = step_folders.Reader(step_folders.path_of(alone, last)).state["best"]["step"]
     assert best == last - 15
+    assert step_folders.committed(alone) == [step_folders.path_of(alone, step) for step in (last, best)]
+    assert export.main([str(alone), "--best"]) == 0
+    (alone / "model.json").unlink()  # and of a run that is not finished
+    score = next(line["validation_accuracy"] for line in looked_at if line["step"] == best)
+    for evaluated in ((str(alone / "exported" / f"step-{best:08d}"),), (str(alone), "--best")):
+        again = run("cpu", 1, "app.evaluate", *evaluated, "--json", "--split", "validation").check()
+        assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(score), evaluated
 
     # Two evaluations without a gain are saved when it is killed under one preset; it goes on under the other.
     command = ("app.train", "--run-dir", str(other), "--trackers", "none")

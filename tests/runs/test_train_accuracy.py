@@ -54,12 +54,6 @@ def test_it_is_that_of_whole_global_batches(
     assert 0.5 < min(found) < max(found)
 
 
-@pytest.mark.multiproc
-def test_it_is_unknown_where_it_is_off(tmp_path: Path) -> None:
-    train("cpu", tmp_path / "run", *KNOWN, "train.steps=1", "log.train_scores=false").check()
-    assert ["accuracy" in line for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [False]
-
-
 def passes(answers: list[int], labels: list[int], loss: float) -> Loss:
     return Loss(torch.tensor(loss), 4, {"accuracy": Later(_right, (torch.tensor(answers), torch.tensor(labels)))})
 
@@ -76,14 +70,6 @@ def test_a_skipped_step_has_no_part_in_it(verdict: Callable[[bool], bool | torch
     assert losses.names == ("accuracy",)
     assert losses.take().tolist() == [90 * 2 * 4 * 0.5, 90 * 2 * 4, 90 * 2 * 2, 90 * 2 * 4]
     assert losses.take().tolist() == [0.0] * 4
-
-
-def test_passes_weigh_by_their_counts() -> None:
-    losses = Losses(torch.device("cpu"))
-    for mean, count in ((2.0, 3), (math.nan, 0), (1.0, 5)):
-        losses.add(Loss(torch.tensor(mean), torch.tensor(count)))
-        losses.end_step(skipped=False)
-    assert losses.take().tolist() == [11.0, 8.0]
 
 
 def test_a_pass_that_reports_something_else_is_refused() -> None:

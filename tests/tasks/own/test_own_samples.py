@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from app.data.draws import HostDraws
 from app.data.samples import LooksUp, Samples
@@ -38,9 +37,6 @@ def test_what_is_left_out_is_there() -> None:
         "x": torch.float32,
         "y": torch.float64,
     }
-    assert not hasattr(samples, "count")
-    rows = type("Rows", (list,), {"fetch": lambda self, indices, draw: numbered(indices, draw)})
-    assert not hasattr(OwnSamples(rows([1, 2]), what=""), "count")  # that of a list is none
     arrays = OwnSamples(Samples.of({"x": np.zeros((4, 2))}, facts={"k": [1]}), what="the training samples")
     assert (isinstance(arrays, LooksUp), arrays.facts) == (True, {"k": [1]})
 
@@ -62,10 +58,8 @@ def test_a_fingerprint_tells_data_apart() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, but must return a dict"),
-    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', but must return a tensor on the CPU, or an"),
     "words": (lambda at, draw: {"y": np.array(["a", "b"])}, r"returned a ndarray \[2\] of <U1 as field 'y'"),
     "no batch": (lambda at, draw: {"y": torch.zeros(7)}, r"a Tensor \[7\] of float32 as field 'y', .* with 2 as the first"),
-    "a scalar": (lambda at, draw: {"y": torch.zeros(())}, r"returned a Tensor \[\] of float32 as field 'y'"),
     "a device": (lambda at, draw: {"y": torch.zeros(2, device="meta")}, r"a Tensor \[2\] of float32 on meta as field 'y'"),
     "ours": (lambda at, draw: {"samples": torch.zeros(2)}, "the fields samples, but must .* other than samples and numbers"),
 }
@@ -87,19 +81,6 @@ def test_samples_that_are_none_are_told() -> None:
         OwnSamples(Samples.of({"x": np.zeros(2)}, facts={"mean": np.float32(1)}), what="the test samples")
 
 
-class Restless(Dataset):
-    """Keeps a generator."""
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, self._rng.random()
-
-
 RNG, COUNTS = np.random.default_rng(0), iter(range(1000))
 UNSTEADY: dict[str, tuple[Any, str]] = {
     "a generator": (
@@ -110,7 +91,6 @@ UNSTEADY: dict[str, tuple[Any, str]] = {
     "a counter": (lambda: Own(lambda at, draw: {"x": at + next(COUNTS)}), "field 'x' of sample 0 .* fetched again"),
     "the place": (lambda: Own(lambda at, draw: {"y": np.arange(len(at))}), "field 'y' of sample 29 .* in another order"),
     "the batch": (lambda: Own(lambda at, draw: {"x": at - at.mean()}), "sample 0 of the .* differs when it is fetched alone"),
-    "a data set": (lambda: Samples.of(Restless(), names=("x", "y")), "field 'y' of sample 0 .* fetched again"),
 }
 
 
