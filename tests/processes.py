@@ -287,6 +287,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def captured(path: str) -> dict[str, str]:
+    """Return an environment captured from a real scheduler or launcher, a file of tests/environments."""
+    lines = (REPOSITORY / "tests" / "environments" / f"{path}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
 def read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(path.read_text())
     return values

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY
+from processes import REPOSITORY, captured
 
 from app.environment import started_ranks
 from app.environment.slurm_variables import Origin, for_a_new_job, origin_of, without_inherited
@@ -20,17 +20,12 @@ from launch.schedulers import detect, slurm
 CAPTURED = Path(__file__).parents[1] / "environments"
 
 
-def environment(path: str) -> dict[str, str]:
-    lines = (CAPTURED / f"{path}.txt").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-
-
 def seen_by(name: str) -> tuple[list[str], str, bool]:
     """Return the titles of a captured process and those above it, its cgroup, and whether its step's task has a terminal."""
     text = (CAPTURED / "slurm-nested" / f"{name}.txt").read_text()
     lines = [line[2:].split(" ", 1) for line in text.splitlines() if line.startswith("# ")]
     processes = [words.split(" ", 3) for kind, words in lines if kind == "process"]
-    task = environment(f"slurm-nested/{name}").get("SLURM_TASK_PID")
+    task = captured(f"slurm-nested/{name}").get("SLURM_TASK_PID")
     has_terminal = all(terminal != "0" for pid, _, terminal, _ in processes if pid == task)
     return [title for *_, title in processes], "\n".join(words for kind, words in lines if kind == "cgroup"), has_terminal
 
@@ -73,7 +68,7 @@ def test_a_job_inside_another_is_itself(name: str) -> None:
     assert origin_of(titles[:1], cgroup, has_terminal=has_terminal) == origin
     if expected is None:
         return
-    kept = without_inherited(environment(f"slurm-nested/{name}"), origin)
+    kept = without_inherited(captured(f"slurm-nested/{name}"), origin)
     answer = f"JobId={kept['SLURM_JOB_ID']} Restarts=0 EndTime=500"
     host = kept.get("SLURMD_NODENAME", "node9")
     allocation = slurm.find(kept, hostname=host, has_srun=True, scontrol=lambda arguments: "     Nodes=node1 Mem=1 GRES=\n")
@@ -113,10 +108,10 @@ def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
 
 @pytest.mark.parametrize("name", ["2node-1task-gres2-step-task1", "2node-2task-gpuspertask1-batch", "het-step-task1"])
 def test_what_is_not_known_to_be_inherited_stays(name: str) -> None:
-    captured = environment(f"slurm/{name}")
-    step = captured.get("SLURM_STEP_ID", "batch")
-    for origin in (None, Origin(captured["SLURM_JOB_ID"], step), Origin("1", "extern")):
-        assert without_inherited(captured, origin) == captured
+    variables = captured(f"slurm/{name}")
+    step = variables.get("SLURM_STEP_ID", "batch")
+    for origin in (None, Origin(variables["SLURM_JOB_ID"], step), Origin("1", "extern")):
+        assert without_inherited(variables, origin) == variables
 
 
 def test_a_job_submitted_in_an_array_is_no_task_of_it() -> None:
@@ -128,21 +123,21 @@ def test_a_job_submitted_in_an_array_is_no_task_of_it() -> None:
         requests.append(" ".join(arguments))
         return described
 
-    job = slurm.find_job(environment("slurm-nested/array-batch") | {"SLURM_RESTART_COUNT": "3"}, scontrol=scontrol)
+    job = slurm.find_job(captured("slurm-nested/array-batch") | {"SLURM_RESTART_COUNT": "3"}, scontrol=scontrol)
     assert (job.name, job.requeues) == ("27", 0)
     job.requeue([])
     assert requests == ["--oneliner show job 27"] * 2 + ["requeue 27", "update JobId=27 StartTime=now+15"]
 
 
 def test_a_task_of_an_array_in_which_it_was_submitted_is_of_its_own_array() -> None:
-    last = environment("slurm/array-task5-batch")
+    last = captured("slurm/array-task5-batch")
     described = "JobId=33 ArrayJobId=32 ArrayTaskId=3\nJobId=32 ArrayJobId=32 ArrayTaskId=5 Restarts=1\n"
     job = slurm.find_job(last | {"SLURM_RESTART_COUNT": "1"}, scontrol=lambda arguments: described)
     assert (job.name, job.requeues) == ("32_5", 1)
 
 
 def test_what_is_submitted_in_a_job_is_handed_nothing_of_it() -> None:
-    kept = for_a_new_job(environment("slurm-nested/step-batch-task1") | {"PATH": "/bin", "SLURM_TMPDIR": "/scratch/22"})
+    kept = for_a_new_job(captured("slurm-nested/step-batch-task1") | {"PATH": "/bin", "SLURM_TMPDIR": "/scratch/22"})
     assert sorted(name for name in kept if name.startswith("SLURM")) == ["SLURM_CONF"]
     assert kept["PATH"] == "/bin"
     outside = {"SLURM_TIME_FORMAT": "%s", "SLURM_NTASKS": "4"}

@@ -6,23 +6,17 @@ The scheduler environments are captured from real jobs.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
+from processes import captured
 
 from app.environment.launched import Launched, SchedulerJob, read, read_job
 from app.errors import PresetError, SamerunError, TopologyError
 
-ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 SRUN = "slurm-2node-2task-step"
-
-
-def captured(name: str) -> dict[str, str]:
-    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def started(world_size: int, per_node: int, *, rank: int = 0, **sizes: int) -> dict[str, str]:
@@ -59,12 +53,10 @@ def test_what_a_scheduler_started_one_by_one_finds_its_place(name: str) -> None:
     ("world_size", "per_node", "sizes", "replicas", "tensor_parallel"),
     [
         (8, 4, {"dp_replicate_size": -1}, 2, 1),
-        (4, 4, {"dp_replicate_size": -1}, 1, 1),  # one node: fsdp2
         (8, 8, {"dp_replicate_size": 4, "dp_shard_size": 2}, 4, 1),
         (8, 4, {"tp_size": -1}, 1, 4),
         (8, 4, {"tp_size": 2, "dp_shard_size": -1}, 1, 2),
         (1, 1, {"tp_size": -1}, 1, 1),
-        (8, 4, {"tp_size": 1, "cp_size": 1}, 1, 1),
     ],
 )
 def test_sizes_are_taken_or_derived(world_size, per_node, sizes, replicas, tensor_parallel) -> None:
@@ -78,34 +70,25 @@ def test_neighbors_get_the_same_samples() -> None:
 
 
 IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
-    *(
-        ({key: value for key, value in TORCHRUN.items() if key != name}, TopologyError, f"but not {name}: ")
-        for name in TORCHRUN
-    ),
-    *((TORCHRUN | {name: "two"}, TopologyError, f"{name} is 'two'") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")),
+    ({key: value for key, value in TORCHRUN.items() if key != "LOCAL_RANK"}, TopologyError, "but not LOCAL_RANK: "),
+    (TORCHRUN | {"WORLD_SIZE": "two"}, TopologyError, "WORLD_SIZE is 'two'"),
     (TORCHRUN | {"RANK": "4"}, TopologyError, "RANK is 4 and WORLD_SIZE is 4"),
     (
         {"MASTER_ADDR": "node1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}, TopologyError,
         r"asked for several processes and started one \(MASTER_ADDR=node1, MASTER_PORT=1, and no RANK\).* unset MASTER_ADDR",
     ),
-    *(
-        ({"SAMERUN_END_TIME": value}, TopologyError, f"SAMERUN_END_TIME is '{value}': it must be the end of the allocation")
-        for value in ("1000000000", "01:00:00", "", "nan", "1763748123000")
-    ),
+    *(({"SAMERUN_END_TIME": value}, TopologyError, f"SAMERUN_END_TIME is '{value}': it must be the end of the allocation")
+      for value in ("1000000000", "01:00:00", "nan")),
     (captured(SRUN) | DEEPSPEED, PresetError, r"srun started 4 processes, which can only run DDP.*deepspeed: use srun"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, PresetError, r"mixed_precision is fp8, .*no, bf16, fp16\. 8-bit numbers are not"),
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, PresetError, r"train\.max_micro_batch"),
     ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, PresetError, r"the preset's gradient_clipping is 0\.5: .*set optim\.clip_norm"),
-    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, PresetError, "MEGATRON_LM"),
-    ({"ACCELERATE_USE_FSDP": "true"}, PresetError, "fsdp_version is 1"),
     (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, PresetError, r"is true.*set train\.checkpoint_activations=blocks"),
     (started(6, 3, tp_size=4), TopologyError, r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), which does not divide the 6 pro"),
-    (started(6, 3, dp_replicate_size=4), TopologyError, r"_dp_replicate_size is 4 \(\S+\), which does not divide"),
     (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),
     (started(8, 4, dp_replicate_size=2, dp_shard_size=2), TopologyError, r"dp_shard_size is 2 \(\S+\), but 8 processes leave"),
     (started(8, 4, dp_replicate_size=-1, tp_size=2), PresetError, r"_size is -1 .* and \S+tp_size is 2 \S+: replicas"),
     (started(8, 4, cp_size=2), PresetError, r"parallelism_config_cp_size is 2: context parallelism is not supported"),
-    (started(8, 4, tp_size=0), PresetError, r"tp_size is '0' \(PARALLELISM_CONFIG_TP_SIZE\): it must be a whole number"),
     (started(8, 4, tp_size=2) | {"ACCELERATE_USE_FSDP": "false"}, PresetError, r"tp_size is 2: .* strategy is ddp, "),
 ]  # fmt: skip
 

@@ -7,13 +7,10 @@ The golden file holds what every captured rank becomes; after an intended change
 from __future__ import annotations
 
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from processes import REPOSITORY
+from processes import REPOSITORY, captured
 
 from app.environment import started_ranks
 from app.errors import TopologyError
@@ -27,8 +24,7 @@ FILES = {"/var/spool/pbs/aux/5.head": "node1\nnode1\nnode2\nnode2\n"}
 def environments(start):
     """The environment of every rank of a start, in the order of the file names."""
     for path in sorted(CAPTURED.glob(f"{start}-rank*.txt")):
-        lines = path.read_text().splitlines()
-        yield dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+        yield captured(f"tasks/{path.stem}")
 
 
 def translated(environment, **said):
@@ -57,24 +53,6 @@ def golden_lines():
 def test_every_captured_rank_becomes_what_the_golden_file_says():
     assert sum(1 for start in STARTS for _ in environments(start)) >= 25
     assert "\n".join(golden_lines()).splitlines() == GOLDEN.read_text().splitlines()
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_the_ranks_of_a_start_are_one_group(start):
-    """Whatever the starter: ranks 0 to n-1, local ranks 0 to m-1 on each machine, one meeting point."""
-    ranks = [translated(environment, MASTER_ADDR="node1") for environment in map(without_head, environments(start))]
-    assert [rank.variables["RANK"] for rank in ranks] == [str(number) for number in range(len(ranks))]
-    places = Counter((rank.local_rank, int(rank.variables["LOCAL_WORLD_SIZE"])) for rank in ranks)
-    for (local_rank, size), count in places.items():
-        assert 0 <= local_rank < size
-        assert count == places[0, size]  # on as many machines as there are of this size
-    assert len({tuple(rank.variables[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) for rank in ranks}) == 1
-
-
-def test_under_mpirun_slurms_rank_is_that_of_its_daemon():
-    found = list(environments("slurm-mpirun"))
-    assert [environment["SLURM_PROCID"] for environment in found] == ["0"] * 4  # the trap
-    assert [translated(environment).variables["RANK"] for environment in found] == ["0", "1", "2", "3"]
 
 
 def test_a_given_meeting_point_is_taken():
@@ -128,9 +106,7 @@ def test_processes_that_nobody_started_together_are_none():
     assert started_ranks.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
 
 
-def test_a_task_that_sees_one_gpu_takes_that_one():
-    ranks = [translated(environment) for environment in environments("srun-gpu-per-task")]
-    assert [(rank.local_rank, rank.variables["LOCAL_RANK"]) for rank in ranks] == [(0, "0"), (1, "0")] * 2
+def test_a_task_that_sees_all_gpus_takes_its_own():
     ranks = [translated(environment, CUDA_VISIBLE_DEVICES="0,1") for environment in environments("srun-gpu-per-task")]
     assert [rank.variables["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
 
@@ -138,35 +114,18 @@ def test_a_task_that_sees_one_gpu_takes_that_one():
 @pytest.mark.parametrize(
     ("start", "said", "words"),
     [
-        ("slurm-mpirun", {"OMPI_COMM_WORLD_SIZE": "x"}, ["OMPI_COMM_WORLD_SIZE is 'x'", "whole number"]),
-        ("slurm-mpirun", {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
-        ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "this node has no number"]),
-        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST is 'node[1-'", "not a list of nodes"]),
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE is 'x'.*whole number"),
+        ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, "SLURM_NODEID=2.*this node has no number"),
     ],
 )
 def test_what_cannot_be_is_refused(start, said, words):
-    environment = next(environments(start))
-    with pytest.raises(TopologyError) as refusal:
-        translated(without_head(environment), **said)
-    assert [word for word in words if word not in str(refusal.value)] == []
+    with pytest.raises(TopologyError, match=words):
+        translated(without_head(next(environments(start))), **said)
 
 
 def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
     with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*has no MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronized copies"):
         started_ranks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5), st.data())
-def test_slurms_counts_of_tasks(groups, data):
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
-    counts = [count for count, times in groups for _ in range(times)]
-    assume(sum(counts) > 1)  # one alone is no group
-    node = data.draw(st.integers(0, len(counts) - 1))
-    rank = started_ranks.translate({
-        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(sum(counts)), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
-        "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "a",
-    })  # fmt: skip
-    assert rank.variables["LOCAL_WORLD_SIZE"] == str(counts[node])
 
 
 # The script ------------------------------------------------------------------------------------------------------------------
@@ -176,7 +135,6 @@ def test_slurms_counts_of_tasks(groups, data):
     ("said", "expected"),
     [
         ({}, "<--bind-to><none><-np><2>"),
-        ({"NP": "8"}, "<--bind-to><none><-np><8>"),
         ({"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": "mpirun --host node1:2,node2:2"},
          "<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR>"),
     ],

@@ -74,19 +74,16 @@ class Terminal:
         if self._ours >= 0:
             self.hang_up()
 
-    def _has_output(self) -> bool:
-        """Whether there is some, waiting a little for it. Not by `select.select`, which knows the first 1,024 files alone."""
-        waiting = select.poll()
-        waiting.register(self._ours, select.POLLIN)
-        return bool(waiting.poll(100))  # ms
-
     def _read(self, until: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + 120
+        waiting = select.poll()  # not `select.select`, which knows the first 1,024 files alone
+        if self._ours >= 0:
+            waiting.register(self._ours, select.POLLIN)
         while not until():
             assert time.monotonic() < deadline_s, self.shown
             if self._ours < 0:
                 time.sleep(0.05)
-            elif self._has_output():
+            elif waiting.poll(100):  # ms
                 try:
                     self.shown += os.read(self._ours, 2**16).decode(errors="replace")
                 except OSError:  # nobody has it open any more

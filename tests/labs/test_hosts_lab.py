@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import processes
 import pytest
 import slurm_lab
 import trace_format
@@ -114,8 +115,7 @@ def test_a_killed_process_ends_mpirun_on_both_hosts(lab: Lab, tmp_path: Path) ->
 
 def captured(name: str, **changed: str) -> list[str]:
     """Arguments of `env -i`: a captured environment in which the places are those of this machine."""
-    lines = (CAPTURED / f"{name}.txt").read_text().splitlines()
-    variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    variables = processes.captured(f"pbs/{name}")
     kept = {name: value for name, value in changed.items() if name in variables or not name.startswith("PBS_")}
     return [f"{name}={value}" for name, value in {**variables, **kept}.items()]
 

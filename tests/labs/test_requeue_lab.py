@@ -6,7 +6,6 @@ Runs that train are compared with the undisturbed one. What only concerns the qu
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,22 +111,6 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
         assert read(tmp_path / f"runs/digits-{array}_{index}/outcome.json")["outcome"] == "finished"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("limited")
-def test_a_job_that_an_array_task_submits_from_a_step_is_itself_run_again(lab: Lab, tmp_path: Path) -> None:
-    """And not that task, whose number it finds in its environment, nor not at all, as if it were the step."""
-    said = f"--export=ALL,PYTHONPATH={REPOSITORY}/tests/scripts/in_place:{REPOSITORY},IN_PLACE=stop 30"
-    options = (*SHARED, "--nodes=1", "--time=5", f"--chdir={tmp_path}", f"--output={tmp_path}/%j.out", said)
-    nested = f"exec srun --ntasks=1 sbatch --parsable {shlex.join(options)} {SCRIPT}"
-    task = lab.wait(f"{lab.sbatch(*SHARED, '--nodes=1', '--time=5', '--array=7', '--wrap', nested)}_7")
-    assert task.state == "COMPLETED", task.output
-    job = task.output.strip()
-    over = lab.wait(job)
-    assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
-    assert f"Slurm requeues job {job}, 1 of at most 20 times" in over.output
-    assert read(tmp_path / f"runs/digits-{job}/outcome.json")["outcome"] == "finished"
-
-
 def test_nothing_is_left_of_a_step_whose_samerun_is_killed(lab: Lab, tmp_path: Path) -> None:
     """In the shell of salloc, which is on no node of the job: nobody but Slurm reaches the processes of the step from there."""
     said = {"PYTHONPATH": f"{REPOSITORY}/tests/scripts/in_place:{REPOSITORY}", "IN_PLACE": "nothing 1"}
@@ -148,13 +131,6 @@ def test_nothing_is_left_of_a_step_whose_samerun_is_killed(lab: Lab, tmp_path: P
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------------
-
-
-def begin(lab: Lab, run_dir: Path, *, nodes: str) -> str:
-    """Start a training on two of these nodes."""
-    others = [f"node{number}" for number in range(1, NODES + 1) if str(number) not in nodes]
-    options = (f"--exclude={','.join(others)}", "--time=20")
-    return lab.sbatch(*SHARED, *options, SCRIPT, "--run-dir", str(run_dir), *SLOWLY)
 
 
 def wait_for_checkpoint(lab: Lab, job: str, run_dir: Path) -> None:
@@ -183,7 +159,10 @@ def assert_finished(over: Job, run_dir: Path, undisturbed: list[float]) -> None:
 
 def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
     """The processes behind the cut cable live on while the job is run again elsewhere, over the same run folder."""
-    jobs = {how: begin(lab, tmp_path / how, nodes=nodes) for how, nodes in (("power", "345"), ("link", "678"))}
+    jobs = {}
+    for how, others in (("power", "1-2,6-8"), ("link", "1-5")):
+        options = (*SHARED, f"--exclude=node[{others}]", "--time=20")
+        jobs[how] = lab.sbatch(*options, SCRIPT, "--run-dir", str(tmp_path / how), *SLOWLY)
     for how, job in jobs.items():
         wait_for_checkpoint(lab, job, tmp_path / how)
         _, second = (rank.split()[0] for rank in read(tmp_path / how / "run.json")["ranks"])
@@ -192,15 +171,6 @@ def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed:
         wait_for_queue(lab, job)
     for how, job in jobs.items():
         assert_finished(lab.wait(job), tmp_path / how, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_requeue_by_hand_ends_in_a_finished_run(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
-    job = begin(lab, tmp_path, nodes="36")
-    wait_for_checkpoint(lab, job, tmp_path)
-    lab.run("scontrol", "requeue", job).check()
-    wait_for_queue(lab, job)
-    assert_finished(lab.wait(job), tmp_path, undisturbed)
 
 
 @pytest.mark.slow

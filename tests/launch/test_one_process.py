@@ -22,12 +22,6 @@ MULTI = {"distributed_type": "MULTI_GPU"}
 ONE = {"distributed_type": "NO"}
 CPU = {**ONE, "use_cpu": True}
 COMPILED = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True}
-# As `accelerate config` writes it.
-WHOLE = {
-    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False,
-    "machine_rank": 0, "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 1,
-    "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False,
-}  # fmt: skip
 SPELLINGS = {"dynamo_config": {"backend": "eager", "use_fullgraph": True}}
 PRESETS = {
     **{name: name for name in ("cpu", "single_gpu", "multi_gpu", "multi_node")},
@@ -38,7 +32,6 @@ PRESETS = {
            "compiled": {"dynamo_config": COMPILED}, "spellings": SPELLINGS,
            "both": {**SPELLINGS, "dynamo_backend": "INDUCTOR"}, "nothing": {"dynamo_config": {}},
            "regional": {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}},
-           **({"whole": WHOLE} if kind != "cpu" else {}),
        }.items()},
 }  # fmt: skip
 INHERITED = [

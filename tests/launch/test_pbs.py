@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from processes import placed
+from processes import captured, placed
 
 from app.errors import TopologyError
 from launch.schedulers import hosts, pbs
@@ -29,17 +28,12 @@ SHAPES = sorted(path.name.removesuffix("-batch.txt") for path in CAPTURED.glob("
 
 
 def environment(name):
-    lines = (CAPTURED / f"{name}.txt").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    return captured(f"pbs/{name}")
 
 
 def found(name, nodefile=None, **options):
     text = (CAPTURED / f"nodefile-{nodefile or name.removesuffix('-batch')}.txt").read_text()
     return pbs.find(environment(name), read=lambda path: text, device_folder=NO_DEVICES, **options)
-
-
-def topology_of(name, nodefile=None, **options):
-    return found(name, nodefile, **options).topology
 
 
 def golden_lines():
@@ -73,14 +67,12 @@ def test_what_is_found_and_run_is_that_of_the_golden_file():
 
 
 def test_an_interactive_job_is_a_job():
-    assert topology_of("interactive-shell", "interactive").hosts == ("node1", "node2")
+    assert found("interactive-shell", "interactive").topology.hosts == ("node1", "node2")
 
 
-@pytest.mark.parametrize("host", [1, 2])
-def test_a_task_that_was_told_nothing_is_refused_on_either_host(host):
-    task = {1: "select-2x2-pbsdsh-task00000002", 2: "select-2x2-pbsdsh-task20000001"}[host]
+def test_a_task_that_was_told_nothing_is_refused():
     with pytest.raises(TopologyError, match="each such process would launch the whole run"):
-        found(task, "select-2x2")
+        found("select-2x2-pbsdsh-task20000001", "select-2x2")
 
 
 def test_a_task_that_was_told_finds_its_place():
@@ -91,10 +83,6 @@ def test_a_task_that_was_told_finds_its_place():
     place = hosts.find(task | told, processes_per_node=2)
     assert place.topology == replace(batch.topology, node_rank=1)
     assert place.start == ()
-
-
-def lines_of(counts):
-    return "".join(f"{host}\n" * count for host, count in counts.items())
 
 
 JOB = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "file", "PBS_NODENUM": "0"}
@@ -116,7 +104,8 @@ def described(gpus):
 
 def processes(counts, devices=None, **options):
     given_devices = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
-    job = pbs.find(JOB | given_devices, read=lambda path: lines_of(counts), **{"device_folder": NO_DEVICES} | options)
+    lines = "".join(f"{host}\n" * count for host, count in counts.items())
+    job = pbs.find(JOB | given_devices, read=lambda path: lines, **{"device_folder": NO_DEVICES} | options)
     found = job.topology
     return found.processes_per_node, found.origins["processes_per_node"]
 
@@ -124,8 +113,6 @@ def processes(counts, devices=None, **options):
 @pytest.mark.parametrize(
     ("lines", "devices", "options", "expected"),
     [
-        (1, None, {}, (1, "PBS_NODEFILE")),
-        (4, None, {}, (4, "PBS_NODEFILE")),
         (4, 0, {}, (4, "PBS_NODEFILE")),  # the cgroup hook empties the list in jobs without GPUs
         (1, 4, {}, (4, "CUDA_VISIBLE_DEVICES=0,1,2,3 on this host")),
         (2, 4, {}, (2, "PBS_NODEFILE")),  # mpiprocs=2 was said
@@ -137,19 +124,13 @@ def test_processes_on_a_host(lines, devices, options, expected):
     assert processes({"a": lines, "b": lines}, devices, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("counts", "options", "words"),
-    [
-        ({"a": 1, "b": 4}, {}, ["1 on a; 4 on b (PBS_NODEFILE)", "--processes-per-node 1, or request equal hosts"]),
-        ({"a": 6, "b": 4, "c": 4}, {}, ["4 on b, c; 6 on a", "--processes-per-node 1 to 4, or"]),
-        ({f"n{i}": 1 + (i == 7) for i in range(9)}, {}, ["1 on n0, n1, n2 and 5 more; 2 on n7"]),
-    ],
-)
-def test_hosts_that_are_not_alike_are_refused_with_what_can_be_asked_for(counts, options, words):
-    with pytest.raises(TopologyError) as refusal:
-        processes(counts, **options)
-    assert [word for word in words if word not in str(refusal.value)] == []
-    assert processes(counts, **options, processes_per_node=1)[0] == 1
+def test_hosts_that_are_not_alike_are_refused_with_what_can_be_asked_for():
+    counts = {"a": 6, "b": 4, "c": 4}
+    with pytest.raises(
+        TopologyError, match=r"4 on b, c; 6 on a \(PBS_NODEFILE\).*--processes-per-node 1 to 4, or request equal hosts"
+    ):
+        processes(counts)
+    assert processes(counts, processes_per_node=1)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -161,49 +142,34 @@ def test_hosts_that_are_not_alike_are_refused_with_what_can_be_asked_for(counts,
     ],
 )
 def test_of_a_shared_node_the_gpus_of_the_job_are_used(shared_node, text, expected):
-    asked = []
-
-    def describe(job_id):
-        asked.append(job_id)
-        return text
-
-    options = {"device_folder": shared_node, "describe_job": describe}
-    count, origin = processes({"a": 1, "b": 1}, **options)
+    count, origin = processes({"a": 1, "b": 1}, device_folder=shared_node, describe_job=lambda _: text)
     assert (count, origin.removeprefix(f"{shared_node}/")) == expected
-    assert asked == [JOB["PBS_JOBID"]]
-    # Where the answer does not matter the server is left in peace.
-    assert processes({"a": 1, "b": 1}, devices=3, **options)[0] == 3
-    assert processes({"a": 1, "b": 1}, processes_per_node=1, **options)[0] == 1
-    assert len(asked) == 1
 
 
-@pytest.mark.parametrize("gpus", [{"a": 2, "b": 1}, {"a": 2, "b": 0}])
-def test_hosts_with_different_gpus_are_refused(shared_node, gpus):
-    with pytest.raises(TopologyError, match=rf"{gpus['b']} on b; 2 on a \(exec_vnode.*--processes-per-node 1, or"):
-        processes({"a": 1, "b": 1}, device_folder=shared_node, describe_job=lambda _: described(gpus))
+def test_hosts_with_different_gpus_are_refused(shared_node):
+    text = described({"a": 2, "b": 0})
+    with pytest.raises(TopologyError, match=r"0 on b; 2 on a \(exec_vnode.*--processes-per-node 1, or"):
+        processes({"a": 1, "b": 1}, device_folder=shared_node, describe_job=lambda _: text)
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        ({"PBS_JOBID": "7.head"}, ["7.head", "PBS_NODEFILE is not set", "batch script"]),
-        (JOB | {"PBS_NODEFILE": os.devnull}, ["PBS_NODEFILE /dev/null is empty"]),
-        (JOB | {"PBS_JOBID": "head", "PBS_NODEFILE": str(CAPTURED / "nodefile-select-2x2.txt")}, ["PBS_JOBID is 'head'"]),
+        ({"PBS_JOBID": "7.head"}, "7.head.*PBS_NODEFILE is not set.*batch script"),
+        (JOB | {"PBS_NODEFILE": os.devnull}, "PBS_NODEFILE /dev/null is empty"),
+        (JOB | {"PBS_JOBID": "head", "PBS_NODEFILE": str(CAPTURED / "nodefile-select-2x2.txt")}, "PBS_JOBID is 'head'"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused(job, words):
-    with pytest.raises(TopologyError) as refusal:
+    with pytest.raises(TopologyError, match=words):
         pbs.find(job)
-    assert [word for word in words if word not in str(refusal.value)] == []
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
         ({"NCPUS": "8", "OMP_NUM_THREADS": "8"}, (4, "NCPUS=8, divided by the processes")),
-        ({"NCPUS": "1", "OMP_NUM_THREADS": "1"}, (1, "NCPUS=1, divided by the processes")),
         ({"NCPUS": "8", "OMP_NUM_THREADS": "3"}, (3, "OMP_NUM_THREADS=3")),
-        ({"OMP_NUM_THREADS": "3"}, (3, "OMP_NUM_THREADS=3")),
         ({}, (None, None)),
     ],
 )
@@ -216,12 +182,10 @@ def test_threads_of_a_process(said, expected):
 
 
 def test_ports_of_jobs_near_each_other_differ():
-    singles = [pbs.port(f"{number}.head") for number in range(1000, 1097)]
+    singles = [pbs.port(f"{number}.head") for number in range(1000, 1096)]
     array = [pbs.port(f"999[{index}].head") for index in range(20000)]
     assert len(set(array)) == len(array)
-    assert len(set(singles)) == len(singles)
-    neighbours = [pbs.port(f"{number}.head") for number in range(1000, 1096)] + array[:100]
-    assert len(set(neighbours)) == len(neighbours)
+    assert len({*singles, *array[:100]}) == len(singles) + 100
 
 
 # What qstat tells ----------------------------------------------------------------------------------------------------------
@@ -237,29 +201,13 @@ def test_the_captured_json():
     assert pbs.parse_job(text.replace("a b", "a\nb"), job_id="24.head") == (times, gpus)
 
 
-@pytest.mark.parametrize(
-    ("vnodes", "expected"),
-    [
-        ("(a:ncpus=2:ngpus=2)+(b:ncpus=2:ngpus=1)", {"a": 2, "b": 1}),
-        ("(a:ngpus=1)+(a:ngpus=1)", {"a": 2}),
-        ("(a[0]:ncpus=2:ngpus=1:mem=4gb+a[1]:ngpus=1)+(b[0]:ngpus=2)", {"a": 2, "b": 2}),
-        ("", {}),
-    ],
-)
-def test_gpus_of_the_nodes(vnodes, expected):
-    assert pbs.parse_job(json.dumps({"Jobs": {"1": {"exec_vnode": vnodes}}}), job_id="1")[1] == expected
+def test_gpus_of_the_nodes():
+    vnodes = "(a[0]:ncpus=2:ngpus=1:mem=4gb+a[1]:ngpus=1)+(b[0]:ngpus=2)"
+    for text, expected in ((vnodes, {"a": 2, "b": 2}), ("", {})):
+        assert pbs.parse_job(json.dumps({"Jobs": {"1": {"exec_vnode": text}}}), job_id="1")[1] == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "qstat: Unknown Job Id 1",
-        '{"Jobs": {"2": {}}}',
-        '{"Jobs": {"1": []}}',
-        '{"Jobs": {"1": {"stime": "now"}}}',
-        '{"Jobs": {"1": {"Resource_List": {"walltime": "x"}}}}',
-    ],
-)
+@pytest.mark.parametrize("text", ["qstat: Unknown Job Id 1", '{"Jobs": {"2": {}}}', '{"Jobs": {"1": {"stime": "now"}}}'])
 def test_what_is_no_description_of_the_job_is_refused(text):
     with pytest.raises(TopologyError, match="qstat -f -F json 1` did not describe the job"):
         pbs.parse_job(text, job_id="1")
@@ -281,8 +229,6 @@ def test_the_batch_script_hands_the_arguments_on_and_starts_in_the_project(tmp_p
     result = subprocess.run(["/bin/bash", str(script)], env=batch, cwd="/", capture_output=True, text=True, check=False)
     assert result.stdout == f"<{project}><launch><--preset><multi_node><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", str(script)], check=True)
     elsewhere = batch | {"PBS_O_WORKDIR": "/no/such/folder"}
     assert subprocess.run(["/bin/bash", str(script)], env=elsewhere, capture_output=True, check=False).returncode == 1
 

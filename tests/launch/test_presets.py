@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,16 +26,11 @@ SHARDED = ("fsdp2", "hsdp", "tensor_parallel")
 STAGES = {"deepspeed_zero1": "1", "deepspeed_zero2": "2", "deepspeed_zero3": "3", "deepspeed_zero3_offload": "3"}
 
 
-def accelerates_reading(name, topology=None, **options):
-    """What `accelerate launch` makes of our command line: its options after its own checks."""
-    argv = accelerate_argv(topology or Topology(), preset.load(name), ["--recipe", "r", "a=b"], **options)
-    args = launch_command_parser().parse_args(argv[argv.index("accelerate.commands.launch") + 1 :])
-    return _validate_launch_command(args)[0]
-
-
 def accelerates_environment(name, topology=None, **options):
     """The options and the environment that `accelerate launch` would give the processes, without starting any."""
-    args = accelerates_reading(name, topology, **options)
+    argv = accelerate_argv(topology or Topology(), preset.load(name), ["--recipe", "r", "a=b"], **options)
+    args = launch_command_parser().parse_args(argv[argv.index("accelerate.commands.launch") + 1 :])
+    args = _validate_launch_command(args)[0]
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ""
         command, environment = prepare_deepspeed_cmd_env(args)
@@ -54,24 +47,21 @@ def test_all_presets_are_shipped():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_preset_is_short_and_knows_nothing_of_machines(name):
+def test_a_shipped_preset_is_valid_and_leaves_precision_and_processes_to_the_launch(name):
     assert preset.load(name).name == name
     lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
     settings = yaml.safe_load("\n".join(lines))
-    assert 3 <= len(lines) <= 13
     assert lines[0].startswith("# ")
     assert settings["mixed_precision"] == "no"
     assert settings.get("num_processes") == (1 if name in SINGLE else None)
-    machine = ("address", "_ip", "port", "path", "num_machines", "machine_rank", "gpu_ids", "hostfile")
-    keys = [*settings, *(key for value in settings.values() if isinstance(value, dict) for key in value)]
-    assert [key for key in keys if any(word in key for word in machine) and not key.endswith("_import")] == []
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_accelerate_starts_the_processes_of_a_preset_for_several(name, processes):
-    args, environment = accelerates_environment(name, Topology(processes_per_node=processes))
-    assert args.nproc_per_node == str(processes)
+def test_accelerate_starts_the_processes_of_a_preset_for_several(name):
+    topology = Topology(num_nodes=2, processes_per_node=4, node_rank=1, head_address="head", port=4321)
+    args, environment = accelerates_environment(name, topology)
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
+    assert args.rdzv_endpoint == "head:4321"
     assert not args.module
     assert (args.training_script, args.training_script_args) == (run_module.__file__, ["app.train", "--recipe", "r", "a=b"])
     assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
@@ -82,42 +72,24 @@ def test_accelerate_starts_the_processes_of_a_preset_for_several(name, processes
     for kind in ("OPTIMIZER", "PARAM"):
         device = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none")
         assert device == ("cpu" if name.endswith("offload") else "none")
-    other = accelerates_environment(name, Topology(processes_per_node=processes), mixed_precision="bf16")[1]
+    other = accelerates_environment(name, Topology(processes_per_node=2), mixed_precision="bf16")[1]
     assert other["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_accelerate_joins_two_nodes(name):
-    topology = Topology(num_nodes=2, processes_per_node=4, node_rank=1, head_address="head", port=4321)
-    args, _ = accelerates_environment(name, topology)
-    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
-    assert args.rdzv_endpoint == "head:4321"
+SECTIONS = {
+    "MULTI_GPU": "",
+    "DEEPSPEED": "deepspeed_config:\n  zero_stage: 1\n  deepspeed_multinode_launcher: standard\n",
+    "FSDP": "fsdp_config:\n  fsdp_version: 2\n",
+}
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_accelerate_starts_one_process_without_a_group(name):
-    args, environment = accelerates_environment(name)
-    assert (args.multi_gpu, args.use_fsdp, args.use_deepspeed) == (False, False, False)
-    assert args.num_processes == 1
-    assert environment["ACCELERATE_USE_CPU"] == str(name == "cpu")
-    assert "MASTER_PORT" not in environment
-
-
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED", "FSDP"])
-@pytest.mark.parametrize(
-    "text", ["dynamo_config:\n  {prefix}backend: inductor\n  {prefix}mode: default\n", "dynamo_backend: inductor\n", ""]
-)
-@pytest.mark.parametrize("prefix", ["dynamo_", ""])
-def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text, prefix):
-    sections = {
-        "DEEPSPEED": "deepspeed_config:\n  zero_stage: 1\n  deepspeed_multinode_launcher: standard\n",
-        "FSDP": "fsdp_config:\n  fsdp_version: 2\n",
-    }
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("text", ["dynamo_config:\n  backend: inductor\n  mode: default\n", "dynamo_backend: inductor\n", ""])
+def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text):
     path = tmp_path / "mine.yaml"
-    path.write_text(f"distributed_type: {kind}\nmixed_precision: 'no'\n{sections.get(kind, '')}{text.format(prefix=prefix)}")
+    path.write_text(f"distributed_type: {kind}\nmixed_precision: 'no'\n{SECTIONS[kind]}{text}")
     argv = accelerate_argv(Topology(processes_per_node=2), preset.load(str(path)), [])
-    before = dict(word.split("=", 1) for word in argv[: argv.index(sys.executable)] if "=" in word)
-    inherited = {name: value for name, value in before.items() if name.startswith("ACCELERATE_DYNAMO")}
+    inherited = dict(word.split("=", 1) for word in argv[: argv.index(sys.executable)] if word.startswith("ACCELERATE_DYNAMO"))
     environment = {**inherited, **accelerates_environment(str(path), Topology(processes_per_node=2))[1]}
     assert environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == ("inductor" if text else "no")
     if "mode" in text:
@@ -159,9 +131,13 @@ def test_accelerate_hands_on_the_size_of_a_mesh(name, size, given):
 ATTENTION = ("MultiheadAttention", "ShiftedWindowAttention", "ShiftedWindowAttentionV2")
 
 
-@pytest.mark.parametrize("name", ["vit_h_14", "vit_l_16", "swin_b", "swin_v2_b"])
+@pytest.mark.parametrize("name", ["vit_h_14", "swin_b", "swin_v2_b"])
 def test_fsdp2_does_not_cut_attention_where_it_breaks(name):
     """Attention hands its projections' weights to a function: one sharded on its own is never gathered."""
+
+    def weights(part):
+        return sum(parameter.numel() for parameter in part.parameters())
+
     limit = yaml.safe_load((FOLDER / "fsdp2.yaml").read_text())["fsdp_config"]["fsdp_min_num_params"]
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
@@ -172,17 +148,6 @@ def test_fsdp2_does_not_cut_attention_where_it_breaks(name):
     assert len(projections) >= 24
     assert max(projections) <= limit
     assert max(map(weights, model.modules())) > limit, "nothing would be a unit"
-
-
-def weights(part):
-    return sum(parameter.numel() for parameter in part.parameters())
-
-
-def test_a_preset_of_the_users_is_found_by_its_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
-    mine = preset.load("mine.yaml")
-    assert (mine.name, mine.path, mine.is_single_process) == ("mine", tmp_path / "mine.yaml", False)
 
 
 # Our lists of keys against Accelerate's own ----------------------------------------------------------------------------------
@@ -201,29 +166,3 @@ def test_every_key_of_our_lists_is_accelerates():
     ignored = {name for name in ClusterConfig.__dataclass_fields__ if defaults.get(name) is not None}
     reported = {key for key, text in preset._REFUSED.items() if "ignores" in text}
     assert reported == {name for name in ignored if not name.startswith("tpu_")}
-
-
-# For real ------------------------------------------------------------------------------------------------------------------
-
-# In one system call, which a pipe does not divide; unbuffered, as launchers start it, print makes one of each word.
-SHOW = """import os
-words = ("world", *(str(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")))
-os.write(1, f"{' '.join(words)}\\n".encode())
-"""
-
-
-@pytest.mark.multiproc
-def test_plain_accelerate_launch_starts_one_preset_of_each_kind(tmp_path):
-    (tmp_path / "show_environment.py").write_text(SHOW)
-    two = ["world 0 2 no", "world 1 2 no"]
-    expected = {"cpu": ["world None None no"], "multi_gpu": two, "deepspeed_zero3": two, "fsdp2": two}
-    started = {}
-    for name in expected:
-        count = [] if name == "cpu" else ["--num_processes", "2", "--main_process_port", "0"]
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        command += ["--config_file", str(FOLDER / f"{name}.yaml"), *count, "-m", "show_environment"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started[name] = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    outputs = {name: process.communicate(timeout=120)[0] for name, process in started.items()}
-    found = {name: sorted(line for line in text.splitlines() if line.startswith("world")) for name, text in outputs.items()}
-    assert found == expected

@@ -40,13 +40,21 @@ def test_the_version_is_that_of_the_package(capsys) -> None:
     assert capsys.readouterr().out == f"samerun {version('samerun')}\n"
 
 
-@pytest.mark.parametrize("command", list(cli._COMMANDS))
-def test_a_help_imports_neither_torch_nor_matplotlib(command: str) -> None:
-    looked = "import sys; from launch import cli\ntry:\n    cli.main([sys.argv[1], '--help'])\nexcept SystemExit as end:\n"
-    looked += "    assert not end.code, end.code\nassert not {'torch', 'matplotlib', 'transformers'} & sys.modules.keys()"
-    done = subprocess.run([sys.executable, "-c", looked, command], capture_output=True, text=True, check=False)
+HELPS = """import sys
+from launch import cli
+for command in cli._COMMANDS:
+    try:
+        cli.main([command, "--help"])
+    except SystemExit as end:
+        assert not end.code, command
+    assert not {"torch", "matplotlib", "transformers"} & sys.modules.keys(), command
+"""
+
+
+def test_a_help_imports_neither_torch_nor_matplotlib() -> None:
+    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "usage: " in done.stdout
+    assert done.stdout.count("usage: ") >= len(cli._COMMANDS)
 
 
 @pytest.mark.multiproc

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import placed
+from processes import captured, placed
 
 from app.environment.slurm_variables import hosts_of
 from app.errors import TopologyError
@@ -43,13 +43,8 @@ UNEVEN = """   JOB_GRES=gpu:a100:3
 """
 
 
-def captured(name):
-    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-
-
 def found(name, described=DESCRIBED, **options):
-    environment = captured(name) if isinstance(name, str) else name
+    environment = captured(f"slurm/{name}") if isinstance(name, str) else name
     host = environment.get("SLURMD_NODENAME", "head")
     return slurm.find(environment, hostname=host, has_srun=True, scontrol=lambda arguments: described, **options)
 
@@ -77,11 +72,8 @@ def golden_lines():
 @pytest.mark.parametrize(
     ("listed", "expected"),
     [
-        ("head", "head"),
         ("node[3,1],a", "node3 node1 a"),
         ("n[008-010]", "n008 n009 n010"),
-        ("n[9-010]-ib", "n9-ib n10-ib"),
-        ("node[01-03,7],gpu-b[2]", "node01 node02 node03 node7 gpu-b2"),
         ("rack[0-1]n[1-2,7]", "rack0n1 rack0n2 rack0n7 rack1n1 rack1n2 rack1n7"),
         ("jwb[0009-0010].juwels", "jwb0009.juwels jwb0010.juwels"),
     ],
@@ -90,7 +82,7 @@ def test_a_list_of_nodes_keeps_slurms_order(listed, expected):
     assert hosts_of(listed) == expected.split()
 
 
-@pytest.mark.parametrize("listed", ["", "n[1-", "n[]", "n[2-1]", "a,,b", "n[a-b]", "a b"])
+@pytest.mark.parametrize("listed", ["", "n[1-", "n[2-1]", "a,,b", "n[a-b]"])
 def test_what_is_no_list_of_nodes_is_refused(listed):
     with pytest.raises(ValueError, match=r"not a list of nodes|counts down"):
         hosts_of(listed)
@@ -112,92 +104,75 @@ def test_a_task_finds_what_the_batch_script_said_of_its_node(shape):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
-        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "a100:8"}, 4),
-        ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
         ({"SLURM_GPUS_PER_NODE": "gpu:a100_3g.20gb:1,gpu:1g.5gb:3"}, 4),
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "a100:4,h100:4"}, 4),
-        ({"SLURM_GPUS_ON_NODE": "a100:3,h100:1"}, 4),
         ({"SLURM_GPUS_PER_TASK": "a100:1,h100:1", "SLURM_TASKS_PER_NODE": "2(x2)"}, 4),
-        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}, 4),
         ({"SLURM_NTASKS_PER_NODE": "3"}, 3),
         ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "4"}, 4),
         ({}, 1),
     ],
 )
 def test_gpus_are_counted_in_every_spelling(said, expected):
-    environment = {name: value for name, value in captured("cpucluster-2node-batch").items() if "NTASKS" not in name}
+    environment = {name: value for name, value in captured("slurm/cpucluster-2node-batch").items() if "NTASKS" not in name}
     topology = found(environment | said).topology
     assert (topology.processes_per_node, topology.world_size) == (expected, 2 * expected)
     assert all(f"{name}={value}" in topology.origins["processes_per_node"] for name, value in said.items() if expected != 4)
 
 
 def test_in_a_task_the_visible_devices_count():
-    environment = captured("2node-1task-gres2-step-task1")
+    environment = captured("slurm/2node-1task-gres2-step-task1")
     assert found(environment | {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}).topology.processes_per_node == 3
     with pytest.raises(TopologyError, match=r"--processes-per-node is 2, but node2 has 1 GPUs .*CUDA_VISIBLE_DEVICES=0\)"):
         found(environment | {"CUDA_VISIBLE_DEVICES": "0"}, processes_per_node=2)
 
 
+UNEQUAL_TASKS = captured("slurm/cpucluster-2node-batch") | {"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,2"}
+
+
 @pytest.mark.parametrize(
     ("environment", "described", "words"),
     [
-        (
-            "2node-gpus3-uneven-batch",
-            "",
-            ["SLURM_GPUS=3", "SLURM_GPUS_ON_NODE=2", "--processes-per-node 1"],
-        ),
-        ("salloc-2node-gres2-shell", UNEVEN, ["scontrol show job: 1, 2"]),
-        (
-            captured("cpucluster-2node-batch") | {"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,2"},
-            "",
-            ["--processes-per-node 1 to 4"],
-        ),
+        ("salloc-2node-gres2-shell", UNEVEN, "scontrol show job: 1, 2"),
+        (UNEQUAL_TASKS, "", "--processes-per-node 1 to 4"),
     ],
 )
 def test_different_numbers_of_gpus_are_refused_with_the_legal_choices(environment, described, words):
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TopologyError, match=words):
         found(environment, described)
-    assert [word for word in words if word not in str(caught.value)] == []
     assert found(environment, described, processes_per_node=1).topology.world_size == 2
 
 
-@pytest.mark.parametrize(("name", "head"), [("jwb0001", "jwb0001i"), ("jwb0001.juwels", "jwb0001i.juwels")])
-def test_the_fast_network_has_names_of_its_own(name, head):
-    environment = captured("cpucluster-2node-batch") | {"SLURM_JOB_NODELIST": f"{name},other", "SAMERUN_HOST_SUFFIX": "i"}
-    topology = found(environment).topology
-    assert topology.head_address == head
-    assert topology.origins["head_address"] == f"first of SLURM_JOB_NODELIST={name},other, SAMERUN_HOST_SUFFIX=i"
+def test_the_fast_network_has_names_of_its_own():
+    named = {"SLURM_JOB_NODELIST": "jwb0001.juwels,other", "SAMERUN_HOST_SUFFIX": "i"}
+    topology = found(captured("slurm/cpucluster-2node-batch") | named).topology
+    assert topology.head_address == "jwb0001i.juwels"
+    assert topology.origins["head_address"] == "first of SLURM_JOB_NODELIST=jwb0001.juwels,other, SAMERUN_HOST_SUFFIX=i"
 
 
 @pytest.mark.parametrize(
-    ("changes", "processes", "threads"),
+    ("changes", "threads"),
     [
-        ({"SLURM_JOB_CPUS_PER_NODE": "16,8"}, 4, 2),
-        ({"SLURM_JOB_CPUS_PER_NODE": "2(x2)"}, 4, 1),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16,8"}, 2),
         # asked for fewer CPUs than an exclusive node has
-        ({"SLURM_JOB_CPUS_PER_NODE": "128(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, 6),
-        ({"OMP_NUM_THREADS": "3"}, 4, None),
-        ({"SLURM_JOB_CPUS_PER_NODE": ""}, 4, 1),
+        ({"SLURM_JOB_CPUS_PER_NODE": "128(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_TASKS_PER_NODE": "4(x2)"}, 6),
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"SLURM_JOB_CPUS_PER_NODE": ""}, 1),
     ],
 )
-def test_threads_are_the_share_of_the_smallest_node(changes, processes, threads):
-    environment = captured("cpucluster-2node-batch") | changes
-    assert found(environment, processes_per_node=processes).topology.threads_per_process == threads
+def test_threads_are_the_share_of_the_smallest_node(changes, threads):
+    environment = captured("slurm/cpucluster-2node-batch") | changes
+    assert found(environment, processes_per_node=4).topology.threads_per_process == threads
 
 
 # Ports ---------------------------------------------------------------------------------------------------------------------
 
 
-def port_of(job, step=0):
-    changes = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-    return found(captured("cpucluster-2node-step-task1") | changes).topology.port
-
-
 @given(job=st.integers(1, 2**32), other=st.integers(1, 19999), step=st.integers(0, 2**32 - 1))
 def test_jobs_with_neighbouring_ids_have_ports_of_their_own(job, other, step):
-    assert port_of(job, step) != port_of(job + other, step)
-    assert 1024 < port_of(job, step) < 32768
+    task = captured("slurm/cpucluster-2node-step-task1") | {"SLURM_STEP_ID": str(step)}
+    one, another = (found(task | {"SLURM_JOB_ID": str(number)}).topology.port for number in (job, job + other))
+    assert one != another
+    assert 1024 < one < 32768
 
 
 def test_a_port_in_use_is_one_sentence(monkeypatch):
@@ -205,33 +180,28 @@ def test_a_port_in_use_is_one_sentence(monkeypatch):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        environment = captured("2node-1task-gres2-step-task0") | {"SLURMD_NODENAME": socket.gethostname()}
+        environment = captured("slurm/2node-1task-gres2-step-task0") | {"SLURMD_NODENAME": socket.gethostname()}
         with pytest.raises(TopologyError, match=f"port is {port} \\(--port\\) cannot be used on node1, node 0 .*--port N"):
             launch(["--port", str(port)], environment, say=lambda text: None)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------------
 
-BATCH = captured("2node-1task-gres2-batch")
-TASK = captured("2node-1task-gres2-step-task1")
+BATCH = captured("slurm/2node-1task-gres2-batch")
+TASK = captured("slurm/2node-1task-gres2-step-task1")
 
 
 @pytest.mark.parametrize(
     ("environment", "hostname", "has_srun", "words"),
     [
-        (BATCH, "laptop", False, ["SLURM_JOB_ID=18", "SLURMD_NODENAME=node1", "laptop", "left over", "env -u SLURM_JOB_ID"]),
-        (TASK, "laptop", False, ["SLURMD_NODENAME=node2", "laptop"]),
-        (BATCH | {"SLURM_JOB_NODELIST": "node[1-"}, "node1", True, ["SLURM_JOB_NODELIST is 'node[1-'"]),
-        (BATCH | {"SLURM_JOB_NUM_NODES": "two"}, "node1", True, ["SLURM_JOB_NUM_NODES is 'two'"]),
-        (BATCH | {"SLURM_JOB_NUM_NODES": "3"}, "node1", True, ["hosts is ('node1', 'node2')", "SLURM_JOB_NUM_NODES=3"]),
-        (captured("het-batch"), "node1", True, ["heterogeneous", "SLURM_HET_SIZE=2"]),
-        (captured("2node-2task-gres2-step-task3"), "node2", True, ["srun started 4 tasks", "--ntasks-per-node=1"]),
+        (BATCH, "laptop", False, "SLURM_JOB_ID=18.*SLURMD_NODENAME=node1.*laptop.*left over.*env -u SLURM_JOB_ID"),
+        (BATCH | {"SLURM_JOB_NODELIST": "node[1-"}, "node1", True, r"SLURM_JOB_NODELIST is 'node\[1-'"),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "3"}, "node1", True, r"hosts is \('node1', 'node2'\).*SLURM_JOB_NUM_NODES=3"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(environment, hostname, has_srun, words):
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TopologyError, match=words):
         slurm.find(environment, hostname=hostname, has_srun=has_srun)
-    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_a_container_without_srun_is_no_stale_environment():
@@ -272,16 +242,16 @@ def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
 
 def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_task(tmp_path):
     """The shell of salloc sees no device, the task does; what the one announces the other must run."""
-    task = captured("1node-gres2-step-task0") | {"CUDA_VISIBLE_DEVICES": "0", "SLURMD_NODENAME": socket.gethostname()}
-    batch = {name: value for name, value in captured("1node-gpus1-batch").items() if name != "CUDA_VISIBLE_DEVICES"}
+    task = captured("slurm/1node-gres2-step-task0") | {"CUDA_VISIBLE_DEVICES": "0", "SLURMD_NODENAME": socket.gethostname()}
+    batch = {name: value for name, value in captured("slurm/1node-gpus1-batch").items() if name != "CUDA_VISIBLE_DEVICES"}
     for environment in (task, batch):
         assert "single_gpu.yaml" in samerun(environment, "--dry-run", path=tmp_path).stdout
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (apt-get install shellcheck)")
 def test_the_scripts_are_clean():
-    scripts = sorted((ROOT / "launch").glob("*.sh"))
-    assert len(scripts) >= 2
+    scripts = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "multinode.pbs"]
+    assert len(scripts) >= 3
     finished = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout
 

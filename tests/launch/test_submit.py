@@ -59,11 +59,6 @@ def script(folder, *arguments, **env):
     return finished.stdout
 
 
-def anywhere(text, folder):
-    """A text without what differs between machines and moments."""
-    return re.sub(r"\d{8}-\d{6}", "TIME", placed(text.replace(shlex.quote(str(folder)), "FOLDER")))
-
-
 def scripts(folder):
     """The script of each case, submitted with a password in the environment."""
     return {name: script(folder, *arguments, HF_TOKEN="hunter2") for name, arguments in CASES.items()}
@@ -72,7 +67,8 @@ def scripts(folder):
 def golden_lines(scripts, folder):
     for name, text in scripts.items():
         yield f"==> {name}"
-        yield from anywhere(text, folder).splitlines()
+        same_everywhere = placed(text.replace(shlex.quote(str(folder)), "FOLDER"))
+        yield from re.sub(r"\d{8}-\d{6}", "TIME", same_everywhere).splitlines()
 
 
 def problems(folder, *arguments, **env):
@@ -102,15 +98,6 @@ def test_the_scripts_are_those_of_the_golden_file_and_right_for_a_shell(tmp_path
         assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def run_as_job(folder, text, **env):
-    """What `samerun launch --dry-run` of a script says, run elsewhere and without the environment it was made in."""
-    (folder / "job").write_text(text)
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), **env}
-    finished = subprocess.run(["sh", folder / "job"], cwd="/", env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return finished
-
-
 @pytest.mark.parametrize(("scheduler", "index"), [("slurm", 1), ("pbs", 2)])
 def test_a_task_trains_its_combination_in_a_folder_of_its_own(tmp_path, scheduler, index):
     """The script is run by a shell; only what the job becomes in the end is printed (--dry-run) instead."""
@@ -127,7 +114,10 @@ def test_a_task_trains_its_combination_in_a_folder_of_its_own(tmp_path, schedule
     }  # fmt: skip
     if scheduler == "slurm":  # without Slurm's own variables `samerun launch` runs here, with --processes only
         text = text.replace("--processes-per-node", "--processes")
-    finished = run_as_job(tmp_path, text, **job[scheduler])
+    (tmp_path / "job").write_text(text)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), **job[scheduler]}
+    finished = subprocess.run(["sh", tmp_path / "job"], cwd="/", env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
     command = shlex.split(finished.stdout)
     lr, seed = [(lr, seed) for lr in ("0.1", "0.2") for seed in ("7", "8")][index]
     assert command[-3:] == ["data.path=a b*", f"optim.lr={lr}", f"seed={seed}"]
@@ -191,25 +181,9 @@ def test_a_sweep_is_every_combination_once_each_with_a_name_of_its_own(values):
             assert cases.array_task(text, {name: str(index)}) == (index, combination)
 
 
-def test_names_are_readable():
-    assert [each.name for each in cases.combinations("optim.lr=1e-3,0.1;model.channels=[8,16]")] == [
-        "lr=1e-3-channels=8_16",
-        "lr=0.1-channels=8_16",
-    ]
-    assert cases.combinations("optim.name=sgd,adamw;model.name=convnet")[1].name == "optim.name=adamw-model.name=convnet"
-    assert [each.name for each in cases.combinations("seed=a,A")] == ["0-seed=a", "1-seed=A"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({}, "PBS_ARRAY_INDEX. is ''"),
-        ({"SLURM_ARRAY_TASK_ID": "2"}, "is '2', .* the indices 0 to 1"),
-        ({"PBS_ARRAY_INDEX": "x"}, "is 'x'"),
-    ],
-)
-def test_a_task_outside_of_its_array_is_refused(environment, words):
-    with pytest.raises(TopologyError, match=words):
+@pytest.mark.parametrize("environment", [{}, {"SLURM_ARRAY_TASK_ID": "2"}, {"PBS_ARRAY_INDEX": "x"}])
+def test_a_task_outside_of_its_array_is_refused(environment):
+    with pytest.raises(TopologyError, match=r"is '[2x]?', .* the indices 0 to 1"):
         cases.array_task("seed=0,1", environment)
 
 

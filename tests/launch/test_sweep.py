@@ -42,29 +42,23 @@ def test_all_combinations_are_checked_before_the_first_run(tmp_path: Path, monke
     ("words", "expected"),
     [
         (["optim.lr=1e-3"], "no key has several values: give one, such as optim.lr=1e-3,3e-3"),
-        (["model.channels=[8,16]"], "no key has several values"),
         (["seed=1,2", "seed=3"], "seed is given by the sweep and by seed=...: remove one of them"),
-        (["seed=1,2", "--processes", "7", "train.global_batch_size=64"], "7"),
         (["seed=1,2", "--no-such-option"], "--no-such-option: unknown option"),
-        (["seed=1,2", "--run-dir", ""], "--run-dir is empty"),
     ],
 )
 def test_what_is_no_sweep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: str) -> None:
     assert expected in said_by(tmp_path, monkeypatch, *words)
 
 
-def test_the_words_of_an_array_are_those_of_a_sweep(
+def test_a_dry_run_prints_each_run_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    printed = []
-    for words in (["optim.lr=1e-3,3e-3", "seed=1"], ["optim.lr=1e-3,3e-3;seed=1"]):
-        assert sweep([*words, "--dry-run", "--run-dir", "my runs", "--preset", "cpu"], clean_environment(), say=print) == 0
-        printed.append([set(shlex.split(line)) for line in capsys.readouterr().out.splitlines()])
-    run_dirs = ["my runs/lr=1e-3", "my runs/lr=3e-3"], ["my runs/lr=1e-3-seed=1", "my runs/lr=3e-3-seed=1"]
-    for one, other, *folders in zip(*printed, *run_dirs, strict=True):
-        assert one - other == {folders[0]}
-        assert other - one == {folders[1]}
+    words = ["optim.lr=1e-3,3e-3;seed=1", "--dry-run", "--run-dir", "my runs", "--preset", "cpu"]  # as of an array
+    assert sweep(words, clean_environment(), say=print) == 0
+    first, second = (shlex.split(line) for line in capsys.readouterr().out.splitlines())
+    assert {"my runs/lr=1e-3-seed=1", "optim.lr=1e-3", "seed=1"} <= set(first)
+    assert set(second) - set(first) == {"my runs/lr=3e-3-seed=1", "optim.lr=3e-3"}
     assert not list(tmp_path.iterdir())
 
 
