@@ -8,26 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def rainfall(digits_run: Path, folder: Path) -> Path:
-    """A copy whose run learns the rainfall of 30 stations: judged by an error in millimetres, of no training data."""
-    shutil.copytree(digits_run, folder)
-    shutil.rmtree(folder / "test_predictions")
-    _rewrite(folder / "run.json", lambda told: {**told, "task": "rainfall.py", "monitor": ["rmse", "min"]})
-    _rewrite(folder / "metrics.jsonl", _without_classes)
-    _rewrite(folder / "evaluations.jsonl", _with_rmse)
-    stations = {f"station {number}": number / 2 - 1 for number in range(29)} | {"station 29": None}
-    own = {
-        "validation_rmse": 2e3 / 40**2,
-        "test_rmse": 2e3 / 40**2,
-        "test_bias": -0.25,
-        "test_station_error": stations,
-        "test_month_accuracy": {"May": 0.5},
-    }
-    _rewrite(folder / "result.json", lambda result: {**_without_classes(result), **own})
-    return folder
-
-
 PER_SAMPLE = 7
 """Tokens."""
 
@@ -36,9 +16,13 @@ def language(digits_run: Path, folder: Path) -> Path:
     """A copy whose run learns to write: its unit is the token, it is scored in bits per byte, and it has written something."""
     shutil.copytree(digits_run, folder)
     shutil.rmtree(folder / "test_predictions")
-    _rewrite(folder / "run.json", lambda told: {**told, "task": "writer.py", "monitor": ["loss", "min"], "unit": "tokens"})
+    about = {"task": "writer.py", "monitor": ["loss", "min"], "unit": "tokens", "recipe": "<script>alert(1)</script>"}
+    _rewrite(folder / "run.json", lambda told: {**told, **about})
     for name in ("metrics.jsonl", "evaluations.jsonl", "result.json"):
         _rewrite(folder / name, lambda values: _in_tokens(_without_classes(values)))
+    books = {f"book {number}": number / 2 - 1 for number in range(29)} | {"book 29": None}
+    own = {"test_bias": -0.25, "test_book_error": books, "test_month_accuracy": {"May": 0.5}}
+    _rewrite(folder / "result.json", lambda result: {**result, **own})
     steps = range(2, 41, 2)
     texts = [
         {"step": step, "title": title, "text": f"{title} {step} <b>" + 40 * " and on"}
@@ -56,11 +40,6 @@ def _in_tokens(values: dict[str, Any]) -> dict[str, Any]:
     text = {f"{key.removesuffix('loss')}{name}": value for key, value in values.items() if key.endswith("_loss")
             for name, value in (("bits_per_byte", value * 1.5), ("perplexity", 2 * value))}  # fmt: skip
     return {**values, **told, **text}
-
-
-def _with_rmse(line: dict[str, Any]) -> dict[str, Any]:
-    split = "test" if "test_loss" in line else "validation"
-    return {**_without_classes(line), f"{split}_rmse": 2e3 / line["step"] ** 2}
 
 
 def _without_classes(values: dict[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,6 @@ def test_the_picture_has_every_room_and_what_follows_from_its_lines_is_every_imp
     assert "app.recipe" not in graph["app.train"]  # by way of app.session
 
 
-def test_there_is_something_to_look_at() -> None:
-    assert len(modules()) >= 25
-    assert "app.errors" in imports(REPOSITORY / "app" / "recipe" / "schema.py")
-
-
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Not inside a function either. Circles of types alone are left to the type checker."""
     graph = {name: imports(file, for_types=False) for name, file in modules().items()}
@@ -66,10 +61,26 @@ def test_a_room_of_the_launcher_sees_only_those_before_it(module: str) -> None:
         assert not imported.startswith("launch.") or number(imported) <= number(module), imported
 
 
-def test_the_launcher_runs_without_torch() -> None:
-    names = [name for name in modules() if name.startswith("launch.")]
-    heavy = "{'torch', 'numpy', 'accelerate', 'deepspeed', 'datasets', 'rich'}"
-    check = f"import sys, {', '.join(names)}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (
+            f"import {', '.join(name for name in modules() if name.startswith('launch.'))}",
+            {"torch", "numpy", "accelerate", "deepspeed", "datasets", "rich"},
+        ),
+        ("import app.data.order", {"torch"}),
+        (
+            "from app.recipe import recipe_file; recipe_file.load('digits'); recipe_file.reference()",
+            {"torch", "numpy", "accelerate"},
+        ),
+        ("import app.reports.report, app.reports.watch", {"torch", "accelerate", "matplotlib"}),
+        ("import app.tasks.image_classification.page", {"torch", "accelerate"}),
+        ("import app.reports.curves", {"torch", "accelerate"}),
+    ],
+    ids=["launcher", "order", "recipe", "report", "page", "curves"],
+)
+def test_what_starts_fast_runs_without_heavy_libraries(code: str, heavy: set[str]) -> None:
+    check = f"{code}\nimport sys; sys.exit(str({heavy} & set(sys.modules) or ''))"
     finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert finished.stderr.strip() == ""
 

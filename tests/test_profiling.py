@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,46 +125,29 @@ def test_clocks_are_set_right_and_what_overlaps_has_lanes_of_its_own(tmp_path: P
     assert lanes == ["training", "stream 7", "ranges of stream 7", "collectives 0", "collectives 1"]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_error_of_a_clock_is_no_larger_than_it_is_said_to_be(seed: int) -> None:
-    """Ranks with any clocks come to meetings, and leave them, with any delays."""
-    chance = random.Random(seed)
-    number = chance.randint(2, 4)
-    ahead_ns = [chance.randint(-(10**9), 10**9) for _ in range(number)]
-    delays, now_ns = iter(lambda: chance.randint(1, 10**6), None), 0
-    ranks = [_Meetings(ahead) for ahead in ahead_ns]
-    for _ in range(profile._MEETINGS):
-        came_ns = [now_ns + next(delays) for _ in ranks]
-        left_ns = [max(came_ns) + next(delays) for _ in ranks]
-        for rank, one in enumerate(ranks):
-            one.readings += [came_ns[rank] + one.ahead_ns, left_ns[rank] + one.ahead_ns]
-            one.met.append([float(came + other.ahead_ns) for came, other in zip(came_ns, ranks, strict=True)])
-        now_ns = max(left_ns)
-    found: list[profile.Bounds] = []
-    for rank, one in enumerate(ranks):
-        if rank > 0:
-            one.met.append(ranks[0].asked[-1])  # what rank 0 gave to all
-        found.append(profile.bounds(one.meet, one.now_ns, host=f"node{rank}", rank=rank, world_size=number))
-    for rank in range(1, number):
+def test_the_error_of_a_clock_is_no_larger_than_it_is_said_to_be() -> None:
+    """Ranks with other clocks meet, each in a thread here."""
+    ahead_ns, began_ns = [0, 10**8, -(10**9)], time.perf_counter_ns()
+    came, meeting = [[0.0]] * 3, threading.Barrier(3)
+
+    def bounds_of(rank: int) -> profile.Bounds:
+        def meet(values: Sequence[float]) -> list[float]:
+            came[rank] = list(values)
+            meeting.wait()
+            greatest = [max(column) for column in zip(*came, strict=True)]
+            meeting.wait()
+            return greatest
+
+        def now_ns() -> int:
+            return time.perf_counter_ns() - began_ns + ahead_ns[rank]
+
+        return profile.bounds(meet, now_ns, host=f"node{rank}", rank=rank, world_size=3)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(bounds_of, range(3)))
+    for rank in (1, 2):
         found_ns, error_ns = profile.offset(rank, found)
-        assert abs(found_ns - (ahead_ns[rank] - ahead_ns[0])) <= error_ns
-
-
-class _Meetings:
-    """The meetings that one rank comes to, as they were."""
-
-    def __init__(self, ahead_ns: int) -> None:
-        self.ahead_ns = ahead_ns
-        self.readings: list[int] = []
-        self.met: list[list[float]] = []
-        self.asked: list[list[float]] = []
-
-    def now_ns(self) -> int:
-        return self.readings.pop(0)
-
-    def meet(self, values: list[float]) -> list[float]:
-        self.asked.append(list(values))
-        return self.met.pop(0) if self.met else list(values)
+        assert abs(found_ns - ahead_ns[rank]) <= error_ns < 5e7
 
 
 @pytest.mark.gpu

@@ -42,12 +42,6 @@ def test_the_hash_is_splitmix64():
     assert mix64_tensor(tensor).tolist() == [signed(value) for value in SPLITMIX64]
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
-def test_the_tensor_hash_is_the_plain_hash(values):
-    assert mix64_tensor(torch.tensor(values)).tolist() == [signed(mix64(value)) for value in values]
-
-
 def test_noise_of_any_shape_is_independent_normal_and_that_of_the_sample(device):
     numbers = np.arange(500)
     draws, host = Draws(3, torch.from_numpy(numbers).to(device)), HostDraws(3, numbers)
@@ -102,25 +96,6 @@ def test_a_sample_draws_the_same_in_any_batch(seed, numbers, random):
         assert torch.equal(draw(part), draw(whole)[shuffled[1:]])
 
 
-def test_uniform_fills_its_range_evenly(device):
-    values = Draws(3, torch.arange(200_000, device=device)).uniform("u").cpu()
-    assert values.dtype == torch.float32
-    assert values.min() >= 0
-    assert values.max() < 1
-    counts = torch.histc(values, bins=100, min=0, max=1)
-    # Chi-square with 99 degrees of freedom: mean 99, standard deviation 14; both tails are four deviations away.
-    assert 43 < ((counts - 2000) ** 2 / 2000).sum() < 155
-
-
-def test_integers_are_even(device):
-    high = 14
-    values = Draws(5, torch.arange(100_000, device=device)).integers("i", high).cpu()
-    counts = values.bincount(minlength=high).double()
-    assert len(counts) == high
-    expected, freedom = 100_000 / high, high - 1
-    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 4 * math.sqrt(2 * freedom)
-
-
 @pytest.mark.parametrize("other", ["same", "purpose", "seed", "stream"])
 def test_draws_are_independent(other):
     """Neighboring samples, two purposes, two seeds and two streams fill the unit square evenly (16 x 16 chi-square)."""
@@ -142,9 +117,7 @@ def test_draws_are_independent(other):
     ("alpha", "cdf"),
     [
         (0.5, lambda x: torch.asin(torch.sqrt(x)) * 2 / math.pi),
-        (1.0, lambda x: x),
         (2.0, lambda x: 3 * x**2 - 2 * x**3),
-        (3.0, lambda x: x**3 * (10 - 15 * x + 6 * x**2)),
     ],
 )
 def test_beta_has_its_distribution(alpha, cdf, device):

@@ -132,10 +132,6 @@ class Broken(Dataset):
 PAIRS = [(torch.zeros(3, 4), 1)] * 3
 REFUSED = {
     "a stream": (lambda: Samples.of(Stream()), "of Stream, which gives no samples by number. The samples of a step"),
-    "a stream of the hub": (
-        lambda: Samples.of(datasets.Dataset.from_dict({"x": [1]}).to_iterable_dataset()),
-        "of IterableDataset, which gives no samples by number",
-    ),
     "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "of DataLoader, which gives no samples by number"),
     "no names": (
         lambda: Samples.of(PAIRS),

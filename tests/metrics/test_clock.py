@@ -11,8 +11,6 @@ from processes import read_lines, train
 
 from app.metrics import clock
 from app.metrics.clock import Clock
-from app.tasks.image_classification import models
-from app.tasks.image_classification.sections import ModelRecipe
 
 SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share")
 RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")
@@ -79,25 +77,11 @@ def test_every_line_says_where_the_time_went(preset: str, tmp_path: Path) -> Non
         assert line["memory_bytes"] > 50e6
 
 
-def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
-    """resnet50 takes 4.09 G products in its forward pass (torchvision's table of models)."""
-    recipe = ModelRecipe(name="resnet50")
-    model = models.build(recipe, channels=3, image_size=(224, 224), num_classes=1000)
-    counted = clock.training_flops(model, lambda called: called(torch.empty(1, 3, 224, 224, device="meta")))
-    assert counted == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
-
-
-def test_the_peak_of_a_cpu_is_not_known() -> None:
-    assert clock.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
-
-
 # (fp16, bf16, TF32, float32) in 1e12 FLOP/s, dense, as the makers' data sheets have them.
 KNOWN = {
     "NVIDIA A100-SXM4-80GB": (312, 312, 156, 19.5),
     "A100-SXM4-80GB": (312, 312, 156, 19.5),  # drivers of before 2021
-    "NVIDIA A10": (125, 125, 62.5, 31.2),
     "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9),
-    "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9),
     "Tesla V100-SXM2-16GB": (125, None, 15.7, 15.7),  # no TF32, and bf16 is emulated
     "AMD Instinct MI300X": (1307.4, 1307.4, 163.4, 163.4),
 }
@@ -105,8 +89,6 @@ UNKNOWN = [
     "NVIDIA RTX A1000",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     "GRID A100-40C",
-    "NVIDIA A100-SXM-64GB",
-    "H100",
     "",
     "nvidia a100",
 ]

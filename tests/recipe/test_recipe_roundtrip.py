@@ -1,19 +1,12 @@
 """Recipes written out and read back, their digest and their reference, and the recipes of the package."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, reject, settings
-from hypothesis import strategies as st
 
-from app import tasks
-from app.errors import RecipeError
 from app.recipe import recipe_file
-from app.recipe.kinds import Kind
 from app.recipe.recipe_file import load
 from app.recipe.schema import OptimRecipe, Recipe
 
@@ -21,42 +14,19 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "app").rglob("*.yaml"))
 
 
-KINDS = recipe_file.kinds(tasks.DEFAULT)
-# Names, and keys that need others.
-CHOSEN = {"task", "model.name", "data.mean", "data.std", "data.resize_size", "data.leave_out", "data.hub_config",
-          "data.hub_revision", "train.init_allow", "optim.name", "optim.settings", "profile.steps"}  # fmt: skip
-SCALARS = {
-    bool: st.booleans(),
-    int: st.integers(2, 10**9).map(lambda number: 2 * number),
-    float: st.floats(1e-12, 1, exclude_max=True),
-    str: st.text() | st.sampled_from(["none", "Null", "no", "1e-3", "~", "a: b", "- a", "# a", "'", '"', "x\ny"]),
-    dict: st.dictionaries(
-        st.text() | st.sampled_from(["*", "[ab]?.'\"#: ", "none", "1e-3"]),
-        st.dictionaries(st.sampled_from(["lr_factor", "weight_decay"]), st.floats(0, 1e9), min_size=1),
-    ),
-}
+ODD = ["", "none", "Null", "no", "1e-3", "~", "a: b", "- a", "# a", "'", '"', "x\ny", "[ab]?.'\"#: ", "\u00e9\u2028\x85"]
 
 
-def values(kind: Kind) -> st.SearchStrategy:
-    found = st.sampled_from(kind.choices) if kind.choices else SCALARS[kind.scalar]
-    if kind.length is not None:
-        found = st.lists(found, min_size=kind.length or 1, max_size=kind.length or 3).map(tuple)
-    return st.none() | found if kind.optional else found
-
-
-@st.composite
-def recipes(draw) -> Recipe:
-    keys = draw(st.sets(st.sampled_from(sorted(KINDS.keys() - CHOSEN)), max_size=12))
-    try:
-        return recipe_file.build({key: draw(values(KINDS[key])) for key in keys})
-    except RecipeError:  # a pair of keys that need each other
-        reject()
-
-
-@settings(max_examples=50)
-@given(recipe=recipes())
-def test_yaml_reads_back_to_an_equal_recipe(tmp_path_factory, recipe):
-    path = tmp_path_factory.mktemp("recipe") / "again.yaml"
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(load(path.stem).recipe for path in SHIPPED),
+        *(recipe_file.build({"data.path": text, "optim.groups": {text: {"lr_factor": 1e-12}}}) for text in ODD),
+    ],
+    ids=[*(path.stem for path in SHIPPED), *map(repr, ODD)],
+)
+def test_yaml_reads_back_to_an_equal_recipe(tmp_path, recipe):
+    path = tmp_path / "again.yaml"
     text = recipe_file.to_yaml(recipe)
     path.write_text(text, encoding="utf-8")
     loaded = load(str(path))
@@ -107,15 +77,6 @@ def test_render_says_where_each_value_came_from():
     assert len({line.index("# ") for line in lines if "# " in line}) == 1  # aligned
 
 
-def test_reference_explains_every_key():
-    text = recipe_file.reference()
-    for key, default in recipe_file.flat(Recipe()).items():
-        entry = re.search(rf"^ *{re.escape(key)}=(.+)  \((.+)\)\n +(.+)$", text, re.MULTILINE)
-        assert entry, key
-        assert yaml.safe_load(entry[1]) == default
-        assert len(entry[3]) > 8
-
-
 # The recipes of the package ------------------------------------------------------------------------------------------------
 
 
@@ -137,12 +98,3 @@ def test_imagenet_recipe_is_that_of_goyal_et_al():
     assert (recipe.optim.lr, recipe.optim.lr_reference_batch, recipe.optim.weight_decay) == (0.1, 256, 1e-4)
     assert (recipe.optim.decay_epochs, recipe.optim.decay_factor, recipe.optim.warmup_epochs) == ((30, 60, 80), 0.1, 5)
     assert (recipe.optim.name, recipe.optim.momentum, recipe.optim.nesterov) == ("sgd", 0.9, True)
-
-
-def test_reading_a_recipe_needs_no_torch():
-    code = (
-        "import sys; from app.recipe import recipe_file; recipe_file.load('digits'); recipe_file.reference();"
-        "print({'torch', 'numpy', 'accelerate'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

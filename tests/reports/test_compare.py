@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from another_task import language, rainfall
 from processes import REPOSITORY, train
 
 from app.reports import past_run
@@ -36,19 +35,6 @@ def as_json(capsys, *arguments: object) -> tuple[int, dict[str, Any]]:
     code = cli.main(["compare", *map(str, arguments), "--json"])
     values: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return code, values
-
-
-@pytest.mark.multiproc
-def test_one_recipe_on_two_topologies_is_the_same_run(copied: Path, tmp_path: Path, capsys) -> None:
-    own = ("--recipe", "digits", "train.epochs=2", "train.global_batch_size=64", "log.every_steps=5", "log.samples=true")
-    train("multi_gpu", tmp_path / "two", *own, processes=2).check()
-    code, found = as_json(capsys, copied, tmp_path / "two")
-    assert (code, found["same_run"]) == (0, True)
-    assert found["recipe"] == {"log.samples": [False, True]}
-    assert found["machines"]["world_size"] == [1, 2]
-    assert not {"commit", "versions.torch", "global_batch_size"} & found["machines"].keys()
-    assert (found["losses"]["compared_lines"], found["losses"]["up_to_step"]) == (8, 40)
-    assert found["losses"]["largest"] < 1e-5
 
 
 def without_figures(text: str) -> list[str]:
@@ -101,27 +87,6 @@ def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:
         assert text in printed
 
 
-def test_the_results_are_the_scores_that_either_has(digits_run: Path, tmp_path: Path) -> None:
-    one, other = past_run.read(digits_run), past_run.read(rainfall(digits_run, tmp_path / "rain"))
-    results = compare(one, other, tolerance=1e-4).results
-    assert results["test_rmse"] == ("absent", other.result["test_rmse"])
-    assert results["test_top5_accuracy"] == (one.result["test_top5_accuracy"], "absent")
-    assert results["loss"] == (one.metrics[-1]["loss"],) * 2
-    assert results["accuracy"] == (one.metrics[-1]["accuracy"], "absent")
-
-
-def test_a_run_that_counts_tokens_is_followed_and_compared_in_tokens(digits_run: Path, tmp_path: Path, capsys) -> None:
-    folder = language(digits_run, tmp_path / "language")
-    last = past_run.read(folder).metrics[-1]
-    cli.main(["watch", "--once", str(folder)])
-    shown = capsys.readouterr().out
-    assert re.search(rf"tokens/s .* {last['tokens_per_s']:,.0f} ", shown)
-    assert re.search(rf"tokens +{last['tokens_seen']:,} seen", shown)
-    assert "samples/s" not in shown
-    code, found = as_json(capsys, folder, digits_run)
-    assert (code, found["results"]["tokens_seen"]) == (0, [last["tokens_seen"], "absent"])
-
-
 @pytest.mark.parametrize(("factor", "tolerance", "same"), [(1 + 2e-6, 1e-5, True), (1 + 2e-5, 1e-5, False), (0.0, 1e9, False)])
 def test_the_tolerance_decides(digits_run: Path, copied: Path, capsys, factor: float, tolerance: float, same: bool) -> None:
     with_losses(copied, after=0, factor=factor)
@@ -139,11 +104,7 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
     late, early = (compare(long(differs_from=999), long(differs_from=step), tolerance=1e-4) for step in (110, 100))
     assert (late.is_same, late.losses.deciding_up_to_step, late.losses.first_beyond) == (True, DECIDING_STEPS, 110)
     assert late.losses.same_up_to_step == 100
-    assert str(late).startswith(
-        "The same run up to step 100, and apart after it: the recipes agree in all that is learnt, all 40"
-    )
-    assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart: the largest" in str(late)
-    assert "These losses cannot show whether rounding is the only cause" in str(late)
+    assert str(late).startswith("The same run up to step 100, and apart after it: ")
     assert (early.is_same, early.losses.first_beyond) == (False, 100)
 
 
@@ -157,22 +118,6 @@ def test_other_samples_or_learning_rates_are_another_run(digits_run: Path) -> No
     slower = [{**line, "learning_rate": line["learning_rate"] * (1 + (line["step"] > 15))} for line in run.metrics]
     rates = compare(run, replace(run, metrics=slower), tolerance=1.0)
     assert (rates.is_same, rates.fed.learning_rates_differ_at) == (False, 20)
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"), [("recipe.yaml", "a recipe cannot be read"), ("metrics.jsonl", "losses cannot be compared")]
-)
-def test_what_is_missing_makes_it_unknown_and_the_rest_is_compared(
-    digits_run: Path, copied: Path, capsys, name: str, sentence: str
-) -> None:
-    (copied / name).unlink()
-    assert cli.main(["compare", str(digits_run), str(copied)]) == 1
-    printed = capsys.readouterr()
-    assert str(copied / name) in printed.err
-    verdict = " ".join(printed.out.split())
-    assert "Unknown whether it is the same run" in verdict
-    assert sentence in verdict
-    assert "test_accuracy" in verdict
 
 
 def test_only_lines_that_cover_the_same_steps_are_compared(digits_run: Path) -> None:

@@ -66,21 +66,14 @@ def test_runs_of_other_tasks_leave_the_table_readable(folder: Path, capsys, monk
     assert "optim.weight_decay" in left_out
 
 
+def test_a_column_that_is_not_there_is_named(folder: Path, capsys) -> None:
+    assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 7
+    assert "--sort optim.rate: the columns are run, state, step, of, optim.lr" in capsys.readouterr().err
+
+
 def test_every_form_has_the_same_rows_and_sorting_puts_what_is_missing_last(folder: Path, capsys) -> None:
     rows = list(csv.DictReader(io.StringIO(printed(capsys, folder, "--format", "csv", "--sort", "optim.lr", "--reverse"))))
     assert [row["optim.lr"] for row in rows] == ["0.25", rows[1]["optim.lr"]]
     lines = printed(capsys, folder, "--format", "markdown", "--sort", "optim.lr").splitlines()
     assert len(lines) == 4
     assert "run-2" in lines[2]
-    assert lines[0].startswith("| run | state | step | of | optim.lr | ")
-    table = printed(capsys, folder / "run-2")
-    assert "finished" in table
-    assert "optim.lr" not in table
-
-
-def test_a_column_that_is_not_there_and_a_folder_without_runs_are_named(folder: Path, tmp_path: Path, capsys) -> None:
-    assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 7
-    assert "--sort optim.rate: the columns are run, state, step, of, optim.lr" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    assert cli.main(["runs", str(tmp_path / "empty")]) == 7
-    assert "there are no runs in" in capsys.readouterr().err

@@ -96,15 +96,6 @@ def test_mean_deviation_speed_up_and_efficiency(tmp_path: Path) -> None:
         assert [row[key] for key in keys] == pytest.approx(values)
 
 
-def test_a_broken_run_folder_is_a_sentence_in_its_row(tmp_path: Path) -> None:
-    case = write_run(tmp_path / "run", rate=100.0)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("training_s", "other"))
-    _, (row,) = scale._measured([(Size("a", 1, 1), case)], {}, first=2, last=6)
-    assert row["runs"] == 0
-    assert f"{metrics} is broken or lacks step 2 or 6" in row["problems"]
-
-
 def test_weak_scaling_grows_the_global_batch_with_the_devices(tmp_path: Path) -> None:
     options = scale._parser().parse_intermixed_args(["--weak", "--repeats", "1", "train.global_batch_size=48"])
     planned = scale._plan(options, tmp_path, each="--processes")

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from another_task import rainfall
+from another_task import language
 from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, start
 
-from app.errors import STOPPED, RunFolderError
+from app.errors import STOPPED
 from app.reports import past_run
 from app.reports.past_run import state_of
-from app.reports.watch import sparkline
 from launch.cli import main as samerun
 
 
@@ -105,20 +104,6 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_once_shows_what_exists_and_reports_the_rest(digits_run: Path, tmp_path: Path, capsys) -> None:
-    assert samerun(["watch", "--once", str(rainfall(digits_run, tmp_path / "rain"))]) == 0
-    assert re.search(r"validation rmse .* 1\.2500", capsys.readouterr().out)
-    assert samerun(["watch", "--once", str(tmp_path / "never")]) == RunFolderError.exit_code
-    assert "is not a folder" in capsys.readouterr().err
-    lines = (digits_run / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(lines[: lines.index("\n") + 40])
-    assert samerun(["watch", "--once", str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    assert re.search(r"steps +5, epoch 1", shown.out)
-    assert "a line is damaged or truncated" in shown.err
-
-
-def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "".join(map(chr, range(0x2581, 0x2589)))
-    assert sparkline([3.0, 3.0]) == "\u2584\u2584"
-    assert sparkline([float(value) for value in range(1000)], width=8) == sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+def test_once_shows_the_scores_of_another_task(digits_run: Path, tmp_path: Path, capsys) -> None:
+    assert samerun(["watch", "--once", str(language(digits_run, tmp_path / "language"))]) == 0
+    assert re.search(r"validation bits per byte .* \d", capsys.readouterr().out)

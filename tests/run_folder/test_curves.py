@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from processes import REPOSITORY, clean_environment
 
 from launch import cli
 
@@ -51,12 +48,3 @@ def test_nothing_to_draw_is_an_error(runs: Path, tmp_path: Path, capsys) -> None
     assert cli.main(["curves", str(runs / "digits-10"), str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 7
     assert "there is nothing to draw" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_it_needs_no_torch(digits_run: Path, tmp_path: Path) -> None:
-    code = "import sys; from launch import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "curves", str(digits_run), "--x", "time"]
-    environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert finished.stdout.splitlines() == ["curves.pdf", "curves.png", "0 False"]
-    assert "samerun" not in finished.stderr

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import RunFolderError
 from app.metrics.metrics import SampleDigests
 from app.runs import ledger
 from app.runs.claim import claim
@@ -55,31 +54,10 @@ def test_a_line_cut_off_anywhere_is_left_out_and_the_next_start_begins_a_new_one
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        (b'{"event": "steps", "fir', "a line is damaged or truncated (line 2: it is not JSON"),
-        (b"[1]", "a line is damaged or truncated (line 2: it is list, not an object), and ignored."),
-        (b"[1]\n\n[2]", "2 lines are damaged or truncated (the first is line 2: it is list, not an object), and ignored."),
-    ],
-    ids=["cut", "no object", "two"],
-)
-def test_a_broken_line_is_left_out_and_said(tmp_path: Path, broken: bytes, words: str) -> None:
-    path = write(tmp_path, EVENTS)
-    first, _, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first, broken + b"\n", *rest]))
-    events, complaint = ledger.read(tmp_path)
-    assert events == [START, *EVENTS[2:]]
-    assert complaint is not None
-    assert complaint.startswith(f"{path}: ")
-    assert words in complaint
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"event": "step"}, "it is none of the events start, steps"),
         ({"digests": ["0a"]}, "steps 1 to 3 have 1 digests"),
-        ({"first": 0, "last": 2}, "steps 0 to 2"),
         ({"color": "red"}, "it is no event StepSpan: .*'color'"),
     ],
 )
@@ -92,16 +70,6 @@ def test_a_line_that_says_what_cannot_be_is_left_out_and_said(tmp_path: Path, ch
     assert events == [START, *EVENTS[2:]]
     assert complaint is not None
     assert re.search(rf"a line is damaged or truncated \(line 2: {words}.*\), and ignored", complaint)
-
-
-def test_no_ledger_and_no_place_for_one_are_said(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"ledger.jsonl is missing: .* is not the folder of a run"):
-        ledger.read(tmp_path)
-    (tmp_path / "ledger.jsonl").mkdir()
-    with pytest.raises(RunFolderError, match="cannot be read: Is a directory"):
-        ledger.read(tmp_path)
-    with pytest.raises(RunFolderError, match="cannot be read: Is a directory"):
-        claim(tmp_path).go_on_after(0)
 
 
 # Digests ---------------------------------------------------------------------------------------------------------------------

@@ -19,12 +19,11 @@ import pytest
 from processes import Started
 from rule_breaker import TASK
 
-from app.errors import PresetError, RecipeError, RunFolderError, UsageError
+from app.errors import PresetError, RecipeError, RunFolderError
 from app.recipe.recipe_file import load
 from app.reports import past_run
 from app.reports.compare import Comparison, compare, relative_difference
 from app.tools.parity import Variant, case_of, quick_batch, report, run_of
-from launch import cli
 from launch.cases import RunCase
 
 # Losses and runs -------------------------------------------------------------------------------------------------------------
@@ -95,20 +94,6 @@ def test_a_case_that_cannot_run_says_why(preset: str, processes: int, accumulati
     assert words in reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train.steps=3", "log.every_steps=2"], "log.every_steps=2 (command line): the comparison sets this; use --steps and"),
-        (["--quick", "train.global_batch_size=8"], "train.global_batch_size=8 (command line): the comparison sets this"),
-        (["--presets", "cpu", "--processes", "2"], "there is no case to compare"),
-        (["--keep", "."], "--keep . exists: choose a new folder"),
-    ],
-)
-def test_a_comparison_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert cli.main(["parity", *arguments]) in (RecipeError.exit_code, UsageError.exit_code)
-    assert words in capsys.readouterr().err
-
-
 def test_the_batch_can_be_halved_and_neighbours_stay_together() -> None:
     assert quick_batch("digits", []) == 32
     assert quick_batch("digits", ["train.global_batch_size=6"]) == 6
@@ -145,12 +130,6 @@ def test_a_difference_is_told_from_the_floor(
     assert reason in shown
     assert ("fsdp2-2x2: something" in shown) == (floor is not None)
     assert all(words in shown for words in ("1.5e-05", "differ at step 3", "different", "learning rates"))
-
-
-@pytest.mark.parametrize(("second", "code"), [(0.0, 0), (1.0, 1), ("exit code 3", 1)])
-def test_exit_code(digits_run: Path, second: float | str, code: int) -> None:
-    case = differing(digits_run, second) if isinstance(second, float) else second
-    assert report({NEAR: differing(digits_run, 0.0), FAR: case}, differing(digits_run, 0.0), steps=40) == code
 
 
 # Real runs -------------------------------------------------------------------------------------------------------------------
