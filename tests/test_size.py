@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 21_460,
+    "code lines of app, launch and samerun": 21_440,
     "files of app, launch and samerun": 175,
-    "code lines of tests": 22_370,
+    "code lines of tests": 20_060,
     "code lines of benchmarks": 1_200,
-    "words of docs": 41_450,
+    "words of docs": 41_445,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

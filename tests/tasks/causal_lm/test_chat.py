@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from languages import save_network
 from processes import train
 from small_tokenizer import MARKED, PLAIN, SPECIAL, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -59,17 +60,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def trl_makes(folder: Path, tokenizer: str, rows: list[dict[str, Any]]) -> list[tuple[list[int], list[bool]]]:
     """What trl trains on: tokens of each example, cut at as many as a row has, and whether its label counts."""
-    config = LlamaConfig(
-        vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
-    )
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        max_length=LENGTH + 1,
-        assistant_only_loss="messages" in rows[0],
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-    )
+    config = LlamaConfig(vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    arguments = SFTConfig(output_dir=str(folder), max_length=LENGTH + 1, assistant_only_loss="messages" in rows[0],
+                          use_cpu=True, bf16=False, report_to="none")  # fmt: skip
     library = AutoTokenizer.from_pretrained(tokenizer)
     trainer = SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=Dataset.from_list(rows), processing_class=library)
     return [(row["input_ids"], [label != -100 for label in row["labels"]]) for row in trainer.train_dataset]
@@ -157,14 +150,8 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("marked", {"messages": ["hello"]}, "a message is str: expected an object with role and content"),
     ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
     ("marked", {"messages": TALKS[0], "tools": "no JSON"}, "tools is no JSON"),
-    ("marked", {"messages": TALKS[0], "chat_template_kwargs": ["a"]}, "or chat_template_kwargs no JSON object"),
     ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
-    ("plain", {"messages": TALKS[2]}, "message 0: its answer cannot be found"),
-    (
-        "changes",
-        {"messages": TALKS[1]},
-        "message 2: its answer cannot be found, because the chat template renders the messages before it differently",
-    ),
+    ("changes", {"messages": TALKS[1]}, "message 2: its answer cannot be found, because the chat template renders"),
 ]
 
 
@@ -178,27 +165,16 @@ def test_rows_that_are_no_example_are_refused(
     }
     folder = tokenizers.get(name) or write_tokenizer(tmp_path / name, templates[name])
     with pytest.raises((Unusable, DataError), match=text):
-        Examples(open_tokenizer(folder), [column for column in row if column not in ("tools", "chat_template_kwargs")])(row)
+        Examples(open_tokenizer(folder), [column for column in row if column != "tools"])(row)
 
 
 def test_an_exported_model_stops_at_the_end_of_a_turn(tokenizers: dict[str, str], tmp_path: Path) -> None:
     """The base model ends its texts with another token than the chat."""
-    base, run = tmp_path / "base", tmp_path / "run"
-    config = LlamaConfig(vocab_size=600, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                         max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=0)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(base)
+    base, run = save_network(tmp_path / "base", vocab_size=600, eos_token_id=0), tmp_path / "run"
     ours(tmp_path, tokenizers["marked"], [{"messages": TALKS[0]}] * 8)
     keys = ("train.steps=1", "train.global_batch_size=1", "train.evaluate_every_epochs=0", f"data.sequence_length={LENGTH}")
-    train(
-        "cpu",
-        run,
-        "--recipe",
-        "finetune_lm",
-        f"train.init_from={base}",
-        f"model.path={base}",
-        f"data.path={tmp_path / 'out'}",
-        *keys,
-    ).check()
+    paths = (f"train.init_from={base}", f"model.path={base}", f"data.path={tmp_path / 'out'}")
+    train("cpu", run, "--recipe", "finetune_lm", *paths, *keys).check()
     end = AutoTokenizer.from_pretrained(run).eos_token_id
     network = LlamaForCausalLM.from_pretrained(run)
     assert network.config.eos_token_id == network.generation_config.eos_token_id == [end, 0]

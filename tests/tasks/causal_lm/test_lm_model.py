@@ -78,11 +78,9 @@ def test_loss_and_gradient_are_those_of_transformers(architecture: str, head: st
     torch.testing.assert_close(found.float(), in_float32, rtol=1e-6, atol=0)
     assert isinstance(ours.get_output_embeddings(), Head) == (architecture in model.PLAIN)
     torch.testing.assert_close(found, told, rtol=1e-12, atol=0)
-    for (name, one), (_, another) in zip(ours.named_parameters(), other.named_parameters(), strict=True):
+    for one, another in zip(ours.parameters(), other.parameters(), strict=True):
         if one.grad is not None or another.grad is not None:
-            torch.testing.assert_close(
-                one.grad, another.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(one.grad, another.grad, rtol=1e-9, atol=1e-12)
     with torch.no_grad():
         by_row = ours(input_ids=tokens, labels=labels, by_row=True)
     torch.testing.assert_close(by_row.sum(), found.detach(), rtol=1e-12, atol=0)
@@ -107,10 +105,9 @@ def test_documents_that_begin_anew_do_not_see_each_other() -> None:
         network = built(architecture)
         network.config.use_cache = True  # transformers' default, which would turn the masks off
         together = network(input_ids=tokens, labels=labels, position_ids=places, by_row=True)
-        apart = [
-            network(input_ids=tokens[:, part], labels=labels[:, part], by_row=True) for part in (slice(0, 10), slice(10, 24))
-        ]
-        torch.testing.assert_close(together, apart[0] + apart[1], rtol=1e-10, atol=1e-10)
+        first = network(input_ids=tokens[:, :10], labels=labels[:, :10], by_row=True)
+        second = network(input_ids=tokens[:, 10:], labels=labels[:, 10:], by_row=True)
+        torch.testing.assert_close(together, first + second, rtol=1e-10, atol=1e-10)
         masked = network(input_ids=tokens, labels=labels, position_ids=places, by_row=True, attention_mask=torch.ones(3, 24))
         assert (masked[0] - together[0]).abs() > 1e-3, "the trap is there: an attention mask of ones turns them off"
 
@@ -119,11 +116,6 @@ def test_without_labels_it_is_transformers_own() -> None:
     network = built("llama").eval()
     tokens, _ = rows()
     torch.testing.assert_close(network(tokens).logits, theirs(network).eval()(tokens).logits, rtol=0, atol=0)
-    made = network.generate(tokens[:1, :5], max_new_tokens=5, do_sample=False)
-    step = tokens[:1, :5]
-    for _ in range(5):
-        step = torch.cat([step, network(step).logits[:, -1:].argmax(-1)], dim=1)
-    assert made.tolist() == step.tolist()
     assert type(network).__name__ == "LlamaForCausalLM"
 
 
@@ -131,10 +123,7 @@ def test_without_labels_it_is_transformers_own() -> None:
     ("keys", "text"),
     [
         ({"architecture": "lama"}, "model.architecture is lama: transformers has no such causal language model; did you mean"),
-        (
-            {"settings": {"rms_norm_epsilon": 1e-5}},
-            "model.settings has rms_norm_epsilon, which this architecture does not have; did",
-        ),
+        ({"settings": {"rms_norm_epsilon": 1e-5}}, "model.settings has rms_norm_epsilon, which this architecture does not"),
         ({"settings": {"rms_norm_eps": "wide"}}, "model.*: transformers refuses this llama:"),
         ({"vocab_size": 50}, "model.vocab_size is 50, and the tokenizer has 97"),
         ({"positions": 16}, "a row has 24 tokens, and the model takes at most 16 (model.positions)"),
@@ -161,18 +150,16 @@ def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.M
     assert (found.hidden_size, found.num_key_value_heads, found.sliding_window, found.attention_dropout) == (32, 2, 9, 0.0)
     assert isinstance(model.build(recipe, FACTS).get_output_embeddings(), Head)
     for text, problem in {
-        '{"model_type": "mistral", "hidden_size": "wide"}': "transformers refuses this mistral:",
         '{"model_type": "bert"': "its config.json is not one of transformers",
         '{"hidden_size": 32}': "model_type in the config.json of model.path=.WEIGHTS is None",
         '{"model_type": "clip"}': "transformers has no such causal language model",
-        None: "config.json is missing .* give a transformers folder",
     }.items():
-        (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_text(text)
         with pytest.raises(RecipeError, match=problem):
             network_config(ModelRecipe(path="$WEIGHTS"))
-    assert [*Sections(model=ModelRecipe(path="$WEIGHTS", layers=3)).contradictions()] == [
-        'model.layers is 3 and model.path is "$WEIGHTS": the config.json of path sets layers too: remove one'
-    ]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RecipeError, match=r"config.json is missing .* give a transformers folder"):
+        network_config(ModelRecipe(path="$WEIGHTS"))
 
 
 def test_sections_that_contradict_themselves() -> None:
@@ -190,8 +177,7 @@ def test_sections_that_contradict_themselves() -> None:
 
 
 def test_dropout_is_that_of_the_recipe() -> None:
-    recipe = ModelRecipe(architecture="gpt2", dropout=0.25, **TINY)
-    config = network_config(recipe, vocab_size=97, sequence_length=24)
+    config = network_config(ModelRecipe(architecture="gpt2", dropout=0.25, **TINY))
     assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.0)
     assert network_config(ModelRecipe()).resid_pdrop == 0
 
@@ -222,17 +208,17 @@ def test_initial_weights_follow_the_rules_of_transformers(architecture: str) -> 
     found = filling.whole_model(task, FACTS, seed=1)
     torch.manual_seed(0)
     told = type(theirs(built(architecture)))(found.config)
-    weights = zip(found.state_dict().items(), told.state_dict().items(), strict=True)
-    for (name, one), (other_name, other) in weights:
-        assert name == other_name
+    assert found.state_dict().keys() == told.state_dict().keys()
+    for name, other in told.state_dict().items():
+        one = found.state_dict()[name]
         if other.std() == 0:  # norms and biases
             assert torch.equal(one, other), name
         else:
             assert one.std() == pytest.approx(other.std().item(), rel=0.05), name
     for (name, one), (_, other) in zip(found.named_buffers(), told.named_buffers(), strict=True):
         assert torch.equal(one, other), name
-    is_tied = [network.get_output_embeddings().weight is network.get_input_embeddings().weight for network in (found, told)]
-    assert is_tied[0] == is_tied[1] == found.config.tie_word_embeddings
+    is_tied = found.get_output_embeddings().weight is found.get_input_embeddings().weight
+    assert is_tied == found.config.tie_word_embeddings
 
 
 def head_in_half_precision(*, chunked: bool, autocast: bool, by_row: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from small_tokenizer import write_tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.errors import DataError
-from app.tasks.causal_lm.data.store import embedded_documents
 from app.tasks.causal_lm.data.tokenizers import END_OF_TEXT, Bytes, Tokenizer, open_tokenizer
 
 TEXTS = ["Call me Ishmael.", "", "  two  spaces\n\n", "na\u00efve \U0001f40b \u6f22\u5b57 \x00\x7f", f"a {END_OF_TEXT} b </s>"]
@@ -34,17 +34,11 @@ def loaded_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE as GPT-2's, of 600 tokens, with an end of text and an added word that is none special."""
-    made = Backend(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator([chapter.decode() for chapter in embedded_documents()["test"]], trainer)
-    made.add_tokens([AddedToken("Ishm\u00e4el", special=False)])
+    """A byte-level BPE as GPT-2's, of 600 tokens, with an added word that is none special."""
     folder = tmp_path_factory.mktemp("bpe")
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_TEXT).save_pretrained(folder)
+    made = AutoTokenizer.from_pretrained(write_tokenizer(folder))
+    made.add_tokens([AddedToken("Ishm\u00e4el", special=False)])
+    made.save_pretrained(folder)
     return folder
 
 

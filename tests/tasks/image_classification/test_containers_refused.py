@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +31,7 @@ def copied(packed: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize("source", FORMATS)
 def test_what_is_missing_is_named(packed: dict[str, Path], tmp_path: Path, source: str) -> None:
     path = packed[source]
-    refused(
-        source,
-        path,
-        rf"^{path} contains no .* data\.test_split=val.*; correct data\.path or data\.test_split",
-        test_split="val",
-    )
+    refused(source, path, rf"^{path} contains no .* data\.test_split=val.*; correct data\.path or", test_split="val")
     refused(source, tmp_path / "none", rf"^(data\.path=)?{tmp_path}/none .*; correct data\.path")
 
 
@@ -44,9 +39,7 @@ def test_what_is_missing_is_named(packed: dict[str, Path], tmp_path: Path, sourc
 def test_splits_of_other_classes_are_refused(pictures: Path, tmp_path: Path, source: str) -> None:
     for split, classes in (("train", CLASSES), ("test", ("ant", "bee", "dog"))):
         write(source, tmp_path / "train", split, classes, list(records(pictures / split)))
-    refused(
-        source, tmp_path / "train", r"^two splits have different classes: cat only in .*; dog only in .*; give both the same"
-    )
+    refused(source, tmp_path / "train", r"^two splits have different classes: cat only in .*; dog only in")
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -72,34 +65,20 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
     refused(source, path, f"^{what[source]}")
 
 
-@pytest.mark.parametrize(
-    ("source", "places", "sentence"),
-    [
-        ("hdf5", [96], r"^{} cannot be read \(Unable to .*\); replace train\.h5$"),
-        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it\. `samerun data check` lists"),
-    ],
-)
-def test_damage_that_a_library_finds_is_told(
-    copied: Callable[[str], Path], source: str, places: Sequence[int], sentence: str
-) -> None:
-    path = copied(source)
-    (found,) = path.glob("train.*")
-    for place in places:
-        change(found / "data.mdb" if found.is_dir() else found, at=place, to=bytes(600))
-    refused(source, path, sentence.format(found))
+def test_damage_that_lmdb_finds_is_reported(copied: Callable[[str], Path]) -> None:
+    found = copied("lmdb") / "train.lmdb"
+    for place in range(8192, 1 << 15, 4096):
+        change(found / "data.mdb", at=place, to=bytes(600))
+    refused("lmdb", found.parent, rf"^{found} is damaged \(.*CORRUPTED.*\); replace it\. `samerun data check` lists")
 
 
-def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:
+def shard_of(path: Path, *members: tuple[str, bytes]) -> None:
     for split in ("train", "test"):
         with tarfile.open(path / f"{split}.tar", "w") as tar:
             for name, content in members:
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    return path
-
-
-NAMED = ("__classes__", json.dumps(CLASSES).encode())
 
 
 def change(path: Path, *, at: int, to: bytes) -> None:
@@ -115,14 +94,15 @@ A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
     ("members", "sentence"),
     [
         ([A_PICTURE], r"the sample a of {} has the members jpg, but needs exactly one image \(\.jpg, .*\) and one cls"),
-        ([A_LABEL, ("b.cls", b"1")], r"the sample a of {} has the members cls, but needs"),
         ([("a.l.jpg", b""), ("a.r.jpg", b""), A_LABEL], r"the sample a of {} has the members l\.jpg, r\.jpg, cls, but"),
         ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not a class number; correct or remove the sample"),
-        ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
+        (
+            [("__classes__", json.dumps(CLASSES).encode()), A_PICTURE, ("a.cls", b"3")],
+            r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2",
+        ),
         ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels must be 0 to"),
         ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),
         ([("readme", b"")], r"{}: no samples found"),
-        ([], r"{}: no samples found"),
     ],
 )
 def test_a_tar_file_that_is_no_shard(tmp_path: Path, members: list[tuple[str, bytes]], sentence: str) -> None:
@@ -133,28 +113,15 @@ def test_a_tar_file_that_is_no_shard(tmp_path: Path, members: list[tuple[str, by
 def test_damage_in_the_middle_of_a_tar_file_is_not_its_end(tmp_path: Path) -> None:
     shard_of(tmp_path, *[(f"{index}.{kind}", b"1") for index in range(3) for kind in ("jpg", "cls")])
     change(tmp_path / "train.tar", at=2048, to=b"x" * 512)
-    refused(
-        "webdataset",
-        tmp_path,
-        rf"^{tmp_path}/train\.tar cannot be read as a tar file \(it is damaged or truncated at byte 2048\)",
-    )
-    (tmp_path / "train.tar").write_bytes(b"\x1f\x8b" + bytes(1000))
-    refused("webdataset", tmp_path, r"train\.tar cannot be read as a tar file \(.*\); replace or decompress it")
+    refused("webdataset", tmp_path, r"train\.tar cannot be read as a tar file \(it is damaged or truncated at byte 2048\)")
 
 
 def test_two_sets_of_shards_are_told_apart_by_a_pattern(packed: dict[str, Path], tmp_path: Path) -> None:
     for name in ("cats-train-000000.tar", "dogs-train-000000.tar"):
         shutil.copy(packed["webdataset"] / "train-000000.tar", tmp_path / name)
-    refused(
-        "webdataset",
-        tmp_path,
-        r"^data\.train_split=train could be any of .*dogs-train-000000\.tar .*; choose one with a pattern",
-    )
-    for number in (1, 3):
-        shutil.copy(packed["webdataset"] / "train-000000.tar", tmp_path / f"dogs-train-{number:06d}.tar")
-    assert len(opened("webdataset", tmp_path, train_split="cats-*.tar", test_split="dogs-train-00000[01].tar")["test"]) == 18
-    gap = rf"^{tmp_path} lacks 1 of 4 shards of the pattern dogs-\*: dogs-train-000002\.tar; copy them here, or exclude their"
-    refused("webdataset", tmp_path, gap, train_split="cats-*.tar", test_split="dogs-*")
+    sentence = r"^data\.train_split=train could be any of .*dogs-train-000000\.tar .*; choose one with a pattern"
+    refused("webdataset", tmp_path, sentence)
+    assert len(opened("webdataset", tmp_path, train_split="cats-*.tar", test_split="dogs-*.tar")["test"]) == 9
 
 
 def test_an_hdf5_file_with_a_damaged_shape_is_refused(tmp_path: Path) -> None:
@@ -172,9 +139,7 @@ def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: 
     path = copied("tfrecord")
     (shard,) = path.glob("train-*")
     write_examples(shard, list(records(pictures / "train"))[:1], image="photo", label="kind")
-    refused(
-        "tfrecord", path, rf"^the record at byte 0 of {shard} has the features height, kind, photo, but needs image/encoded or"
-    )
+    refused("tfrecord", path, rf"^the record at byte 0 of {shard} has the features height, kind, photo, but needs")
     assert len(opened("tfrecord", path, image_column="photo", label_column="kind", test_split="train")["train"]) == 1
     change(shard, at=0, to=b"\xff")
     refused("tfrecord", path, rf"^the record at byte 0 of {shard} is not a TFRecord \(the CRC of its length is wrong\)")
@@ -184,27 +149,14 @@ def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: 
     shard.write_bytes(length + crcs[0] + content + crcs[1])
     refused("tfrecord", path, rf"^the record at byte 0 of {shard} is not a tf\.train\.Example")
     (path / "labels.txt").write_text("ant\nbee\n")
-    refused(
-        "tfrecord",
-        path,
-        rf"^{path}/labels\.txt does not list the classes 0, 1, \.\.\. in order, as in 0:ant",
-        train_split="test",
-    )
+    refused("tfrecord", path, rf"^{path}/labels\.txt does not list the classes 0, 1, \.\.\. in order", train_split="test")
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "sentence"),
     [
-        (
-            {"name": "x", "data": [1]},
-            {},
-            r"contains none of the datasets images, image, but labels, x; set data\.image_column to one of these",
-        ),
-        (
-            {"data": np.zeros((1, 8, 8), np.float32)},
-            {},
-            r"/images is float32 \[1, 8, 8\] and /labels is int64 \[1\]; store image files as variable-length uint8",
-        ),
+        ({"name": "x", "data": [1]}, {}, r"contains none of the datasets images, image, but labels, x; set"),
+        ({"data": np.zeros((1, 8, 8), np.float32)}, {}, r"/images is float32 \[1, 8, 8\] and /labels is int64 \[1\]; store"),
         ({}, {"data": [0.5]}, r"/labels is float64 \[1\]; store .* a whole number for each as label"),
         ({}, {"data": [1, 2]}, r"/labels is int64 \[2\]; store"),
         ({"data": np.zeros((0, 8, 8), np.uint8)}, {"data": np.zeros(0, np.int64)}, r" has no samples"),
@@ -225,7 +177,7 @@ def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
 
     wrong, missing = tmp_path / "wrong.lmdb", tmp_path / "missing.lmdb"
     write_database(wrong, [(PICTURE, 0)] * 2, __len__=b"3")
-    found = rf"^{wrong} holds 2 images, but its __labels__ have 16 bytes and its __len__ is b'3'; write it as described in docs"
+    found = rf"^{wrong} holds 2 images, but its __labels__ have 16 bytes and its __len__ is b'3'; write it as described"
     refused("lmdb", tmp_path, found, train_split="wrong")
     write_database(missing, [(PICTURE, 0)] * 2)
     with lmdb.open(str(missing)) as environment, environment.begin(write=True) as transaction:
@@ -238,5 +190,4 @@ def test_a_library_that_is_missing_is_named(
     copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, source: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # what an import then raises is what it raises without the library
-    words = r'needs a library that is not installed \(.*\): pip install "samerun\[formats\]"$'
-    refused(source, copied(source), words)
+    refused(source, copied(source), r'needs a library that is not installed \(.*\): pip install "samerun\[formats\]"$')

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused, write
+from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, write
 from sources import everything
 
 from app.tasks.image_classification.data.images import FINGERPRINT_SAMPLES
@@ -41,9 +41,6 @@ def test_shards_are_numbered_and_read_in_order(pictures: Path, packed: dict[str,
         assert torch.equal(one, torch.cat([other] * 20))
     # The other split had its fingerprint taken, and both have an index.
     assert len(os.listdir("/proc/self/fd")) <= before + MOST_OPEN_FILES + FINGERPRINT_SAMPLES + 4  # noqa: PTH208
-    (tmp_path / "train-000007.tar").unlink()
-    sentence = rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: train-000007\.tar; copy"
-    refused("webdataset", tmp_path, sentence)
 
 
 # The index

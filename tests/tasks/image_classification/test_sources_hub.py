@@ -69,10 +69,6 @@ def reference(rows: Dataset) -> tuple[torch.Tensor, list[int]]:
 # Every kind of file
 
 
-def as_saved(folder: Path) -> Path:
-    return save(folder)
-
-
 def as_parquet(folder: Path) -> Path:
     folder.mkdir()
     pictures(9).to_parquet(folder / "train-00000-of-00001.parquet")
@@ -89,12 +85,12 @@ def as_pictures(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("write", [as_saved, as_parquet, as_pictures])
+@pytest.mark.parametrize("write", [save, as_parquet, as_pictures])
 def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
     path = write(tmp_path / "rows")
     opened = open_data(recipe(path))
     for source, name, size in zip(opened.values(), ("train", "test"), (9, 4), strict=True):
-        rows = datasets.load_from_disk(path / name) if write is as_saved else datasets.load_dataset(str(path), split=name)
+        rows = datasets.load_from_disk(path / name) if write is save else datasets.load_dataset(str(path), split=name)
         check_contract(source)
         assert (len(source), source.channels, source.image_size, source.classes) == (size, 3, (6, 5), tuple(NAMES))
         images, labels = everything(source)
@@ -159,10 +155,9 @@ def test_arrays_keep_their_channels(tmp_path: Path, stored: str, shape: tuple, f
 
 def test_encoded_bytes_are_pictures_too(tmp_path: Path) -> None:
     original = pictures(4)
-    encoded = [row["image"]["bytes"] for row in original.cast_column("image", datasets.Image(decode=False))]
-    features = Features({"image": Value("binary"), "label": Value("int64")})
-    rows = table({"image": encoded, "label": original["label"]}, features=features)
-    train = open_data(recipe(save(tmp_path / "rows", rows)))["train"]
+    rows = original.cast_column("image", datasets.Image(decode=False))
+    encoded = {"image": [row["image"]["bytes"] for row in rows], "label": original["label"]}
+    train = open_data(recipe(save(tmp_path / "rows", table(encoded))))["train"]
     assert torch.equal(everything(train)[0], reference(original)[0])
 
 
@@ -226,36 +221,32 @@ def imaged(*images: object, features: Features | None = None) -> DatasetDict:
         (labeled(0, 1, -1, 0), r"^sample 2 of the train split of \S+ has label -1, but labels .* in 0\.\.1 \(1 of 4 are not\)"),
         (labeled(0, 1, 1, 0, test=[0, 1, 1, 2]), r"^sample 3 of the test split of \S+ has label 2, but labels .* in 0\.\.1"),
         (
-            labeled(*"abaa", test=["a", "z", "a", "a"]),
-            r"^the test split of \S+ has the labels z, which no training sample has; the labels are a, b$",
+            labeled(*"abaa", test=[*"azaa"]),
+            r"^the test split of \S+ has the labels z, which no training sample has",
         ),
         (labeled(0, None, 1, None), r"^sample 1 of the train split of \S+ has no label \(2 of 4 have none\)"),
         (labeled(0.5, 1, 1, 0), r"^data\.label_column=label: .* holds double in that column; labels must be"),
         (labeled(0, 1, 10**9, 0), r"^data\.label_column=label: .* holds 1000000000; labels must be 0 to"),
         (
             DatasetDict(train=pictures(3), test=pictures(3).cast_column("label", ClassLabel(names=["x", "y", "z"]))),
-            r"^two splits have different classes: ant, bee, cat only in the train split .*; x, y, z only in the test split",
+            r"^two splits have different classes: ant, bee, cat only in the train split",
         ),
         (table({"image": [], "label": []}, features=PICTURES), r"^data\.path=.* cannot be opened: a split has no samples$"),
         (imaged("a"), r"^data\.image_column=image: .* holds string in that column, not images"),
         (imaged(*pixels(2), None), NO_IMAGE),
         (imaged(*pictures(2)["image"], None, features=WITH_FILES), NO_IMAGE),
-        (
-            imaged([[1, 2], [3]]),
-            r"^sample 0 of .* is an array of object \[2\]; store integers in 0\.\.255 \(uint8\) as \[H, W\]",
-        ),
+        (imaged([[1, 2], [3]]), r"^sample 0 of .* is an array of object \[2\]; store integers"),
         (imaged([[1, 256], [3, 4]]), r"^sample 0 of .* is an array of int64 \[1, 2, 2\] with 1\.\.256; store"),
         (imaged(*pixels(1, shape=(5, 5, 2))), r"^sample 0 of .* is an array of \w+ \[5, 5, 2\]; store"),
         (
             table({"image": FOUR, "label": [0] * 4}, {"image": list(pixels(2, shape=(6, 5))), "label": [0, 0]}),
-            r"^sample 0 of the test split of .* 5x6 pixels with 1 channel\(s\), .* store all images",
+            r"^sample 0 of the test split of .* 5x6 pixels with 1 channel",
         ),
     ],
 )
 def test_what_is_wrong_with_the_rows_is_named(tmp_path: Path, splits: DatasetDict, text: str) -> None:
-    path = save(tmp_path / "rows", splits)
     with pytest.raises(DataError, match=text):
-        open_data(recipe(path))
+        open_data(recipe(save(tmp_path / "rows", splits)))
 
 
 # What is not there, or not readable
@@ -290,16 +281,6 @@ def as_single(folder: Path) -> Path:
     return folder
 
 
-def as_text(folder: Path) -> Path:
-    folder.with_suffix(".txt").write_text("no pictures")
-    return folder.with_suffix(".txt")
-
-
-def as_file(folder: Path) -> Path:
-    pictures().to_parquet(folder.with_suffix(".parquet"))
-    return folder.with_suffix(".parquet")
-
-
 def as_empty_split(folder: Path) -> Path:
     pictures(0).to_parquet(as_parquet(folder) / "test-00000-of-00001.parquet")
     return folder
@@ -308,27 +289,19 @@ def as_empty_split(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "keys", "text"),
     [
-        (as_saved, {"image_column": "img"}, r"^data\.image_column=img: the train split of \S+ has the columns image, label"),
-        (as_saved, {"label_column": "fine"}, r"^data\.label_column=fine: the train split of \S+ has the columns image, label"),
-        (as_saved, {"test_split": "val"}, r"^data\.test_split=val: \S+ has the splits test, train; use one of these$"),
-        (
-            as_parquet,
-            {"test_split": "val"},
-            r"data\.test_split=val cannot be opened: Unknown split .val.\. Should be one of \['train', 'test'\]",
-        ),
+        (save, {"label_column": "fine"}, r"^data\.label_column=fine: the train split of \S+ has the columns image, label"),
+        (save, {"test_split": "val"}, r"^data\.test_split=val: \S+ has the splits test, train; use one of these$"),
+        (as_parquet, {"test_split": "val"}, r"data\.test_split=val cannot be opened: Unknown split .val.\. Should be one of"),
         (as_single, {}, r"rows is a Dataset without splits; save a DatasetDict with a split train$"),
-        (as_text, {}, r"rows\.txt is a file of an unknown kind; use \.parquet, \.arrow, or a folder"),
         (as_empty_split, {}, r"rows cannot be opened: Instruction .test. corresponds to no data"),
         (with_configurations, {}, r"Config name is missing|pick one among"),
         (with_configurations, {"hub_config": "huge"}, r"'huge' not found"),
-        (as_file, {"hub_config": "large"}, r"^data\.hub_config=large: \S+ is a local path, which has none; remove this$"),
-        (as_saved, {"hub_revision": "a" * 40}, r"^data\.hub_revision=a{40}: \S+ is a local path, which has none"),
+        (save, {"hub_revision": "a" * 40}, r"^data\.hub_revision=a{40}: \S+ is a local path, which has none"),
     ],
 )
 def test_what_cannot_be_opened_is_one_sentence(tmp_path: Path, write, keys: dict, text: str) -> None:
-    path = write(tmp_path / "rows")
     with pytest.raises((DataError, RecipeError), match=text):
-        open_data(recipe(path, **keys))
+        open_data(recipe(write(tmp_path / "rows"), **keys))
 
 
 # The hub
@@ -336,21 +309,11 @@ def test_what_cannot_be_opened_is_one_sentence(tmp_path: Path, write, keys: dict
 
 def test_an_unknown_name_is_one_sentence_without_the_network() -> None:
     before = (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity())
-    expected = (
-        r"^data\.path=someone/something is not a file or folder here, nor a data set in the cache .* download it from the hub$"
-    )
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(
+        DataError, match=r"^data\.path=someone/something is not a file or folder here, nor a data set in the cache"
+    ):
         open_data(recipe("someone/something"))
     assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
-
-
-def test_what_was_downloaded_before_is_opened_without_the_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = as_parquet(tmp_path / "something")
-    datasets.load_dataset(str(path))
-    (tmp_path / "cache/something").rename(tmp_path / "cache/someone___something")  # where the hub's someone/something goes
-    train = open_data(recipe("someone/something"))["train"]
-    assert torch.equal(everything(train)[0], reference(pictures(9))[0])
-    assert capfd.readouterr().err == ""
 
 
 def in_the_cache(folder: Path, commit: str, *, config: str | None = None) -> None:
@@ -365,7 +328,7 @@ def in_the_cache(folder: Path, commit: str, *, config: str | None = None) -> Non
 
 
 def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path: Path) -> None:
-    older, newer, unknown = ("a" * 40, "b" * 40, "c" * 40)
+    older, newer, unknown = "a" * 40, "b" * 40, "c" * 40
     for size, commit in ((9, older), (4, newer)):
         folder = tmp_path / str(size) / "something"
         folder.mkdir(parents=True)
@@ -374,8 +337,7 @@ def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path:
         in_the_cache(folder, commit)
     sizes = {commit: len(open_data(recipe("someone/Something", hub_revision=commit))["train"]) for commit in (older, newer)}
     assert sizes == {older: 9, newer: 4}
-    expected = rf"hub_revision={unknown} is not in the cache .* set data\.download=true$"
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(DataError, match=rf"hub_revision={unknown} is not in the cache .* set data\.download=true$"):
         open_data(recipe("someone/Something", hub_revision=unknown))
 
 
@@ -387,8 +349,10 @@ def test_a_revision_of_several_configurations(tmp_path: Path) -> None:
     assert len(open_data(recipe("someone/something", hub_revision=commit, hub_config="small"))["test"]) == 4
     with pytest.raises(DataError, match=r"has several configurations: set data\.hub_config to one of large, small$"):
         open_data(recipe("someone/something", hub_revision=commit))
-    with pytest.raises(DataError, match=r"data\.hub_config=huge is not in the cache"):
-        open_data(recipe("someone/something", hub_revision=commit, hub_config="huge"))
+    (problem,) = Sections(data=DataRecipe(hub_config="large")).contradictions()
+    assert problem == 'data.hub_config is "large" and data.source is "digits": hub_config is for data.source=huggingface'
+    (problem,) = recipe("someone/something", hub_revision="main").contradictions()
+    assert 'data.hub_revision is "main": it must be a commit, all 40 hexadecimal digits' in problem
 
 
 def test_configuration_and_revision_are_in_the_fingerprint(tmp_path: Path) -> None:
@@ -402,13 +366,6 @@ def test_configuration_and_revision_are_in_the_fingerprint(tmp_path: Path) -> No
     named = open_data(recipe("someone/something", hub_config="default"))["train"]
     assert len({plain.fingerprint, one.fingerprint, other.fingerprint, named.fingerprint}) == 4
     assert plain.fingerprint == open_data(recipe(folder))["train"].fingerprint
-
-
-def test_a_configuration_is_for_the_hub_alone() -> None:
-    (problem,) = Sections(data=DataRecipe(hub_config="large")).contradictions()
-    assert problem == 'data.hub_config is "large" and data.source is "digits": hub_config is for data.source=huggingface'
-    (problem,) = recipe("someone/something", hub_revision="main").contradictions()
-    assert 'data.hub_revision is "main": it must be a commit, all 40 hexadecimal digits' in problem
 
 
 def test_a_download_names_both_and_what_is_here_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

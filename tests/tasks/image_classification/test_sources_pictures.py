@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import write_folder
 from PIL import Image
 from sources import check_contract, everything, fetched
 from torchvision.datasets import ImageFolder
@@ -20,14 +22,13 @@ from torchvision.transforms.v2 import functional as F
 from app.data.draws import SampleDraws
 from app.errors import DataError
 from app.tasks.image_classification.data import decoding
-from app.tasks.image_classification.data.decoding import RATIOS, Framing, crop_box, decode
+from app.tasks.image_classification.data.decoding import RATIOS, crop_box, decode
 from app.tasks.image_classification.data.folders import images_below
 from app.tasks.image_classification.data.open import notes_on, open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
-SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
 
 
 def picture(width: int, height: int, *, seed: int, mode: str = "RGB") -> Image.Image:
@@ -36,53 +37,28 @@ def picture(width: int, height: int, *, seed: int, mode: str = "RGB") -> Image.I
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-def write_folder(
-    root: Path, *, classes: tuple[str, ...] = ("ant", "bee", "cat"), splits: tuple[str, ...] = ("train", "test")
-) -> None:
-    for split in splits:
-        for number, name in enumerate(classes):
-            (root / split / name).mkdir(parents=True)
-            for index, size in enumerate(SIZES):
-                file = root / split / name / f"{index}.{('jpg', 'png', 'webp', 'JPEG')[index]}"
-                picture(*size, seed=10 * number + index + len(split)).save(file, quality=90)
-
-
 def recipe(path: Path | None, *, crop: float | None = None, **keys) -> Sections:
     keys = {"image_size": 24, **keys}
     data = DataRecipe(source="imagefolder", path=None if path is None else str(path), **keys)
     return Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pictures")
-    write_folder(root)
-    return root
-
-
 # Decoding
 
 
 @pytest.mark.parametrize("resize_size", [None, 29])
-def test_pictures_are_those_of_torchvision(folder: Path, resize_size: int | None) -> None:
-    for source, split in zip(open_data(recipe(folder, resize_size=resize_size)).values(), ("train", "test"), strict=True):
-        reference = ImageFolder(str(folder / split))
+def test_pictures_are_those_of_torchvision(pictures: Path, resize_size: int | None) -> None:
+    for source, split in zip(open_data(recipe(pictures, resize_size=resize_size)).values(), ("train", "test"), strict=True):
+        reference = ImageFolder(str(pictures / split))
         check_contract(source)
         assert source.workers
-        assert (len(source), source.channels, source.image_size) == (12, 3, (24, 24))
+        assert (len(source), source.channels, source.image_size) == (9, 3, (24, 24))
         assert source.classes == tuple(reference.classes)
         images, labels = everything(source)
         for index, (original, label) in enumerate(reference):
             resized = F.resize(F.pil_to_tensor(original), [resize_size or 24], antialias=True)
             assert torch.equal(images[index], F.center_crop(resized, [24, 24]))
             assert labels[index] == label
-
-
-@given(width=st.integers(1, 70), height=st.integers(1, 70), size=st.integers(1, 40), extra=st.integers(0, 10))
-def test_the_centre_crop_is_torchvisions(width: int, height: int, size: int, extra: int) -> None:
-    pixels = F.pil_to_tensor(picture(width, height, seed=width))
-    expected = F.center_crop(F.resize(pixels, [size + extra], antialias=True), [size, size])
-    assert torch.equal(Framing(image_size=size, resize_size=size + extra).fixed(pixels), expected)
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA"])
@@ -167,10 +143,10 @@ def test_the_random_crop_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fallbacks > 0, "the central box was never needed: the sizes tried are too tame"
 
 
-def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
-    train = open_data(recipe(folder, crop=0.1))["train"]
-    reference = ImageFolder(str(folder / "train"))
-    indices, samples = np.arange(12), np.arange(12) + 3 * 12
+def test_cropped_pictures_are_torchvisions(pictures: Path) -> None:
+    train = open_data(recipe(pictures, crop=0.1))["train"]
+    reference = ImageFolder(str(pictures / "train"))
+    indices, samples = np.arange(9), np.arange(9) + 3 * 9
     images, _ = fetched(train, indices, samples, seed=5)
     for index, sample in zip(indices.tolist(), samples.tolist(), strict=True):
         original = F.pil_to_tensor(reference[index][0])
@@ -179,17 +155,17 @@ def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
         assert torch.equal(images[index], expected)
 
 
-def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(folder: Path) -> None:
-    train, test = open_data(recipe(folder, crop=0.1)).values()
-    indices = np.arange(12)
+def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(pictures: Path) -> None:
+    train, test = open_data(recipe(pictures, crop=0.1)).values()
+    indices = np.arange(9)
     first_epoch, _ = fetched(train, indices)
-    shuffled = np.random.default_rng(0).permutation(12)
+    shuffled = np.random.default_rng(0).permutation(9)
     assert torch.equal(fetched(train, shuffled)[0], first_epoch[shuffled])
     assert torch.equal(fetched(train, indices[7:8])[0], first_epoch[7:8])
-    assert not torch.equal(fetched(train, indices, indices + 12)[0], first_epoch)
+    assert not torch.equal(fetched(train, indices, indices + 9)[0], first_epoch)
     assert not torch.equal(fetched(train, indices, seed=1)[0], first_epoch)
-    assert torch.equal(fetched(test, indices)[0], fetched(test, indices, indices + 12)[0])
-    assert torch.equal(train.fetch(indices, None)["images"], everything(open_data(recipe(folder))["train"])[0])  # the centers
+    assert torch.equal(fetched(test, indices)[0], fetched(test, indices, indices + 9)[0])
+    assert torch.equal(train.fetch(indices, None)["images"], everything(open_data(recipe(pictures))["train"])[0])  # the centers
 
 
 # The folder
@@ -211,12 +187,13 @@ def test_the_fingerprint_is_of_names_labels_and_contents(tmp_path: Path) -> None
 
 
 def test_a_split_may_be_missing_and_a_training_needs_its_own(tmp_path: Path) -> None:
-    write_folder(tmp_path, splits=("test",))
+    write_folder(tmp_path)
+    shutil.rmtree(tmp_path / "train")
     opened = open_data(recipe(tmp_path))
-    assert (set(opened), len(opened["test"])) == ({"test"}, 12)
-    assert len(open_data(recipe(tmp_path, train_split="test"))["train"]) == 12
+    assert (set(opened), len(opened["test"])) == ({"test"}, 9)
+    assert len(open_data(recipe(tmp_path, train_split="test"))["train"]) == 9
     task = ImageClassification(recipe(tmp_path))
-    assert len(task.samples("test")) == 12
+    assert len(task.samples("test")) == 9
     with pytest.raises(DataError, match=rf"^data\.path={tmp_path} has no split data\.train_split=train: correct"):
         task.samples("train")
 
@@ -240,15 +217,10 @@ def test_the_files_are_those_of_imagefolder(
     ]
 
 
-def without_classes(root: Path) -> None:
-    write_folder(root, splits=("train",))
-    (root / "test").mkdir()
-    picture(10, 10, seed=0).save(root / "test/stray.png")
-
-
 def of_other_classes(root: Path) -> None:
-    write_folder(root, splits=("train",), classes=("ant", "bee", "cat"))
-    write_folder(root, splits=("test",), classes=("bee", "cow", "dog"))
+    write_folder(root)
+    (root / "test/ant").rename(root / "test/cow")
+    (root / "test/cat").rename(root / "test/dog")
 
 
 def with_an_empty_class(root: Path) -> None:
@@ -269,12 +241,12 @@ def with_a_link_to_nowhere(root: Path) -> None:
     [
         (Path.exists, {}, r"{}/train cannot be read \(No such file or directory\); .* data\.train_split"),
         (write_folder, {"test_split": "nope"}, r"{}/nope cannot be read .* data\.test_split is its name"),
-        (without_classes, {}, r"{}/test contains no class folders"),
+        (lambda root: (root / "train").mkdir(), {}, r"{}/train contains no class folders"),
         (of_other_classes, {}, r"ant, cat only in {0}/train; cow, dog only in {0}/test; give"),
         (
             with_an_empty_class,
             {},
-            r"{0}/train: there are no images in the class folder\(s\) dog; {0}/train: 1 file .*: 1 \.txt, such as dog/n.*; ad",
+            r"{0}/train: there are no images in the class folder\(s\) dog; .* 1 file .*: 1 \.txt",
         ),
         (with_a_link_to_nowhere, {}, r"{}/train/ant/0\.jpg cannot be read \(No such file or directory\); repair or remove"),
     ],
@@ -288,7 +260,7 @@ def test_what_is_wrong_with_a_folder_is_named(tmp_path: Path, write, keys: dict,
 def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").rename(tmp_path / "train/ant" / "0 \u00e9\udcff.jpg")
-    assert everything(open_data(recipe(tmp_path))["train"])[0].shape == (12, 3, 24, 24)
+    assert everything(open_data(recipe(tmp_path))["train"])[0].shape == (9, 3, 24, 24)
 
 
 @pytest.mark.skipif(decoding.torchcodec() is None, reason="needs torchcodec, of the extra jpeg")
@@ -318,15 +290,11 @@ def test_a_jpeg_that_was_cut_is_refused_with_and_without_torchcodec(tmp_path: Pa
             decode(file.read_bytes(), channels=3, name=str(file))
 
 
-@pytest.mark.parametrize(
-    ("first", "note"), [(0, None), (100, "100 of the 103 classes have no training samples (0, 1, 2, 3, 4 and 95 more")]
-)
-def test_labels_that_are_numbers_with_a_gap_are_noted(tmp_path: Path, first: int, note: str | None) -> None:
+def test_labels_that_are_numbers_with_a_gap_are_noted(tmp_path: Path) -> None:
     from datasets import Dataset  # here, so that a Python without it collects the other tests
 
-    image = np.zeros((8, 8), np.uint8)
-    rows = Dataset.from_dict({"image": [image] * 6, "label": [first, first + 1, first + 2] * 2})
+    rows = Dataset.from_dict({"image": [np.zeros((8, 8), np.uint8)] * 6, "label": [100, 101, 102] * 2})
     rows.to_parquet(tmp_path / "rows.parquet")
     data = DataRecipe(source="huggingface", path=str(tmp_path / "rows.parquet"), test_split="train")
-    notes = notes_on(open_data(Sections(data=data)))
-    assert notes == [] if note is None else notes[0].startswith(note)
+    (note,) = notes_on(open_data(Sections(data=data)))
+    assert note.startswith("100 of the 103 classes have no training samples (0, 1, 2, 3, 4 and 95 more")
