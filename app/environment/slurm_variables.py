@@ -203,6 +203,10 @@ _OF_STEP = re.compile(r"SLURM_(STEP_\w+|STEPID|SRUN_COMM_\w+|LAUNCH_NODE_IPADDR|
 # The same, and what slurmd sets on a node for the process that it starts there: the shell of salloc has none of it.
 _OF_NODE = re.compile(rf"{_OF_STEP.pattern}|SLURMD_NODENAME|SLURM_(NODEID|PROCID|LOCALID|GTIDS|TASK_PID|\w+_ON_NODE|JOB_GPUS)")
 _OF_TERMINAL = re.compile(r"SLURM_PTY_\w+")
+# What was requested, and what shows that it was: without the second, the first is another job's.
+_GPUS_REQUESTED = re.compile(r"SLURM_GPUS|SLURM_GPUS_PER_(NODE|TASK|SOCKET)")
+_GPUS_GIVEN = {"SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
+_OF_PMI = re.compile(r"PMI_\w+")
 # What Slurm's programs are set up with, in a job or not: sbatch(1), "INPUT ENVIRONMENT VARIABLES".
 _SETTINGS = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|CLUSTERS|EXIT_ERROR|DEBUG_FLAGS|TIME_FORMAT)")
 
@@ -245,16 +249,25 @@ def origin_of(titles: Sequence[str], cgroup: str, *, has_terminal: bool = True) 
 
 def without_inherited(environment: Mapping[str, str], origin: Origin | None) -> dict[str, str]:
     """Return `environment` without what a process of this origin (None: unknown, or not Slurm's) can only have inherited."""
-    stale = None
     # The processes of a heterogeneous job have ids of several jobs; a login by ssh (`extern`) has set them by hand.
-    if origin and origin.step != "extern" and JOB.job_id in environment and JOB.het_size not in environment:
-        if origin.job != environment[JOB.job_id]:  # the shell of salloc
-            stale = _OF_NODE
-        elif origin.step == "batch":
-            stale = _OF_STEP
-        elif not origin.has_terminal:
-            stale = _OF_TERMINAL
-    return {name: value for name, value in environment.items() if not (stale and stale.fullmatch(name))}
+    if origin is None or origin.step == "extern" or JOB.job_id not in environment or JOB.het_size in environment:
+        return dict(environment)
+    stale, job = [], environment[JOB.job_id]
+    in_salloc, in_batch = origin.job != job, origin.job == job and origin.step == "batch"
+    if in_salloc or in_batch:
+        stale.append(_OF_NODE if in_salloc else _OF_STEP)
+        if in_salloc or not environment.keys() & _GPUS_GIVEN:
+            stale.append(_GPUS_REQUESTED)
+        counts = Slurm(environment, JOB).counts(JOB.tasks_per_node)  # `2(x3),1`, set anew for each job
+        if counts and environment.get(JOB.tasks_asked_per_node) != str(max(counts)):
+            stale.append(re.compile(JOB.tasks_asked_per_node))
+    elif not origin.has_terminal:
+        stale.append(_OF_TERMINAL)
+    # Slurm's own PMI names the step, as in PMI_JOBID=12.0, and has ended with it.
+    theirs = re.fullmatch(r"(\d+)\.\d+", environment.get("PMI_JOBID", ""))
+    if theirs and theirs[1] != job:
+        stale.append(_OF_PMI)
+    return {name: value for name, value in environment.items() if not any(each.fullmatch(name) for each in stale)}
 
 
 def for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:

@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_all(argv)
     run: PastRun | None = None
     is_waiting = False
-    with suppress(KeyboardInterrupt), Live(console=console(), auto_refresh=False) as live:
+    shown = console()
+    with suppress(KeyboardInterrupt), Live(console=shown, auto_refresh=False) as live:
         while True:
             begin_s = time.monotonic()
             try:
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if arguments.once or state.is_over:
                     break
             time.sleep(max(_EVERY_S, (time.monotonic() - begin_s) / _READING_SHARE))
+    if not shown.is_terminal:
+        shown.print()  # Live ends the last line on terminals alone
     for complaint in run.complaints if run else ():
         say(complaint)
     return 0

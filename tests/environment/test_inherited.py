@@ -142,3 +142,11 @@ def test_what_is_submitted_in_a_job_is_handed_nothing_of_it() -> None:
     assert kept["PATH"] == "/bin"
     outside = {"SLURM_TIME_FORMAT": "%s", "SLURM_NTASKS": "4"}
     assert for_a_new_job(outside) == outside
+
+
+def test_gpus_tasks_and_pmi_that_a_batch_script_inherited_from_another_job() -> None:
+    inherited = {"SLURM_GPUS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "4", "PMI_JOBID": "5.0", "PMI_RANK": "1"}
+    own = {"SLURM_JOB_ID": "6", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert without_inherited({**own, **inherited}, Origin("6", "batch")) == own
+    given = {**own, "SLURM_GPUS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    assert without_inherited(given, Origin("6", "batch")) == given

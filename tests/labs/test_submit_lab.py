@@ -54,9 +54,9 @@ def test_an_array_of_two_gives_two_run_folders(lab, tmp_path):
     job_id, _ = submitted(lab, folder, "--nodes", "1", *REAL, *shared, "--array", "seed=1,2", "--", "--trackers", "none")
     jobs = [lab.wait(f"{job_id}_{index}") for index in (0, 1)]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs
-    assert sorted(path.name for path in (folder / "seeds").iterdir()) == ["0-seed=1", "1-seed=2"]
-    losses = [read(folder / "seeds" / name / "result.json")["test_loss"] for name in ("0-seed=1", "1-seed=2")]
+    assert sorted(path.name for path in (folder / "seeds").iterdir()) == ["seed=1", "seed=2"]
+    losses = [read(folder / "seeds" / name / "result.json")["test_loss"] for name in ("seed=1", "seed=2")]
     assert losses[0] != losses[1]
-    for name, job, seed in zip(("0-seed=1", "1-seed=2"), jobs, (1, 2), strict=True):
+    for name, job, seed in zip(("seed=1", "seed=2"), jobs, (1, 2), strict=True):
         assert f"seed: {seed}\n" in (folder / "seeds" / name / "recipe.yaml").read_text()
         assert f"task {seed - 1} of the array: seed={seed}\n" in job.output
