@@ -14,7 +14,7 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 21_440,
+    "code lines of app, launch and samerun": 21_455,
     "files of app, launch and samerun": 175,
     "code lines of tests": 20_060,
     "code lines of benchmarks": 1_200,

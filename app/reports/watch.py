@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if arguments.once or state.is_over:
                     break
             time.sleep(max(_EVERY_S, (time.monotonic() - begin_s) / _READING_SHARE))
-    if not shown.is_terminal:
+    if run and not shown.is_terminal:
         shown.print()  # Live ends the last line on terminals alone
     for complaint in run.complaints if run else ():
         say(complaint)
