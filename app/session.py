@@ -143,6 +143,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         runtime,
         claim,
         opened.trackers,
+        model,
         global_batch_size=runtime.plan.global_batch_size,
         flops_per_sample=parts.flops_per_sample,
         peak_flops_per_s=clock.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),

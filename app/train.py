@@ -110,7 +110,7 @@ def _train(
         with training.control as control:
             lifeline.spare_if(lambda: control.is_asked_to_stop)
             watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=options_given.hang_timeout)
-            with watchdog, numerics.refusals_named():
+            with training.metrics.timed(), watchdog, numerics.refusals_named():
                 ended = train(training)
             ending.finish(training, parts.data, opened, ended)
     return isinstance(ended, Stopped)

@@ -4,7 +4,7 @@ Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works t
 so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html, "Asynchronous
 execution"): the time in which it idled for data is then the wait, however long the host was asleep.
 
-Waiting for other ranks is part of the phase in which it happens; `samerun timeline` shows it.
+Within a lap the time in which the process waits for other ranks (`begin_wait` to `end_wait`) is a phase of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.distributed import numerics
 from app.distributed.numerics import without_data
 
-Phase = Literal["data_wait", "forward_backward", "optimizer", "other"]
-"""`other` is what is in none of the others: counting, logging, agreeing."""
+Phase = Literal["data_wait", "forward_backward", "optimizer", "communication", "other"]
+"""`communication` is the part of a lap spent waiting for other ranks; `other` is the rest: counting, logging, agreeing."""
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _MOST_PENDING = 512
 """Events that are kept until they are read: a GPU's queue is not longer."""
@@ -57,6 +57,7 @@ class Clock:
         """Length of the last pause."""
         self._held_s, self._spent_s, self._since_s = 0.0, 0.0, time.perf_counter()
         self._laps = _CudaLaps(device) if device.type == "cuda" else _HostLaps()
+        self._is_paused = False
 
     @property
     def training_s(self) -> float:
@@ -67,6 +68,16 @@ class Clock:
         """End a lap: the time since the last one belongs to this phase."""
         self._laps.end(phase)
 
+    def begin_wait(self) -> bool:
+        """Note that the process begins to wait for other ranks; return False, and note nothing, in a pause."""
+        if not self._is_paused:
+            self._laps.begin_wait()
+        return not self._is_paused
+
+    def end_wait(self) -> None:
+        """Note that the wait is over."""
+        self._laps.end_wait()
+
     def spent(self) -> Spent:
         """Return the time since the start; the phases up to the last lap. Waits for a GPU to reach it."""
         phases_s = self._laps.total_s()
@@ -76,11 +87,12 @@ class Clock:
     def paused(self) -> Iterator[None]:
         """Do not count the block as training. In a profile it has this name."""
         self.lap("other")
-        self._spent_s, start_s = self.training_s, time.perf_counter()
+        self._spent_s, start_s, self._is_paused = self.training_s, time.perf_counter(), True
         try:
             with torch.profiler.record_function("paused"):
                 yield
         finally:
+            self._is_paused = False
             self._laps.begin()
             self._since_s = time.perf_counter()
             self.pause_s = self._since_s - start_s
@@ -96,17 +108,32 @@ class Clock:
 class _HostLaps:
     def __init__(self) -> None:
         self._total_s = dict.fromkeys(_PHASES, 0.0)
+        self._waited_s = self._wait_begin_s = 0.0
         self.begin()
 
     def begin(self) -> None:
         """Begin a lap here: the time before it is in no phase."""
-        self._begin_s = time.perf_counter()
+        self._begin_s, self._waited_s = time.perf_counter(), 0.0
 
     def end(self, phase: Phase) -> None:
         """End a lap, and begin the next."""
         now_s = time.perf_counter()
-        self._total_s[phase] += now_s - self._begin_s
+        self._add(phase, now_s - self._begin_s - self._waited_s)
         self._begin_s = now_s
+
+    def begin_wait(self) -> None:
+        """Begin to wait for other ranks."""
+        self._wait_begin_s = time.perf_counter()
+
+    def end_wait(self) -> None:
+        """End the wait."""
+        self._waited_s += time.perf_counter() - self._wait_begin_s
+
+    def _add(self, phase: Phase, time_s: float) -> None:
+        """Add a lap without its waits, and these."""
+        self._total_s[phase] += time_s
+        self._total_s["communication"] += self._waited_s
+        self._waited_s = 0.0
 
     def total_s(self) -> dict[Phase, float]:
         """Return the time of every phase in seconds."""
@@ -117,8 +144,10 @@ class _CudaLaps(_HostLaps):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._free: list[Any] = []
-        self._pending: deque[tuple[Phase | None, Any]] = deque()
-        """Events that are not read yet, each with the phase that ends with it."""
+        self._pending: deque[tuple[Phase | Literal["lap", "wait"] | None, Any]] = deque()
+        """Events that are not read yet, each with what ends with it: a phase, the part of a lap before a wait, or a wait."""
+        self._worked_s = 0.0
+        """Of the lap that has not ended."""
         super().__init__()
 
     def begin(self) -> None:
@@ -127,24 +156,39 @@ class _CudaLaps(_HostLaps):
     def end(self, phase: Phase) -> None:
         self._record(phase)
 
+    def begin_wait(self) -> None:
+        self._record("lap")
+
+    def end_wait(self) -> None:
+        self._record("wait")
+
     def total_s(self) -> dict[Phase, float]:
         self._read(leave=1)
         return super().total_s()
 
-    def _record(self, phase: Phase | None) -> None:
+    def _record(self, ended: Phase | Literal["lap", "wait"] | None) -> None:
         self._read(leave=_MOST_PENDING)
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
-        self._pending.append((phase, event))
+        self._pending.append((ended, event))
 
     def _read(self, *, leave: int) -> None:
         """Read the oldest events, all but `leave`; waits for a GPU that has not reached them."""
         while len(self._pending) > leave:
             begin = self._pending.popleft()[1]
-            phase, end = self._pending[0]
+            ended, end = self._pending[0]
             end.synchronize()
-            if phase is not None:
-                self._total_s[phase] += begin.elapsed_time(end) / 1000
+            elapsed_s = begin.elapsed_time(end) / 1000
+            if ended == "wait":
+                self._waited_s += elapsed_s
+            elif ended == "lap":
+                self._worked_s += elapsed_s
+            else:
+                if ended is None:
+                    self._waited_s = 0.0
+                else:
+                    self._add(ended, self._worked_s + elapsed_s)
+                self._worked_s = 0.0
             self._free.append(begin)
 
 

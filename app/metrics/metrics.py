@@ -17,7 +17,8 @@ from torch import Tensor
 
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
-from app.metrics.clock import NOTHING, Clock, Spent
+from app.metrics.clock import NOTHING, Clock, Phase, Spent
+from app.metrics.communication import Communication
 from app.metrics.trackers import Trackers
 from app.optim.steps import Step
 from app.recipe.schema import LogRecipe
@@ -109,6 +110,7 @@ class Metrics:
         runtime: Runtime,
         claim: Claim,
         trackers: Trackers,
+        model: torch.nn.Module,
         *,
         global_batch_size: int,
         flops_per_sample: float,
@@ -117,7 +119,7 @@ class Metrics:
         unit: str = SAMPLES,
         first_step: int = 0,
     ) -> None:
-        """`unit` is the task's.
+        """`model` is prepared; `unit` is the task's.
 
         `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
         do, if known.
@@ -125,6 +127,9 @@ class Metrics:
         self.clock, self.trackers = Clock(runtime.device), trackers
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
+        self._communication = Communication(model, self.clock, runtime.device)
+        self.timed = self._communication.timed
+        """The block in which the run trains: waits for other ranks are measured in it."""
         self.skipped_in_row = 0
         """Consecutive skipped steps, up to the last log."""
         self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
@@ -220,16 +225,18 @@ class Metrics:
         """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of these samples.
 
         All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank
-        with most. What is not known is None: utilization where the device's peak or the arithmetic of a sample is not known.
+        with most. What is not known is None: communication without a process group, utilization where the device's peak or the
+        arithmetic of a sample is not known.
         """
-        times_s = [spent.training_s, *(spent.phases_s[phase] for phase in ("data_wait", "forward_backward", "optimizer"))]
+        phases: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "communication")
+        times_s = [spent.training_s, *(spent.phases_s[phase] for phase in phases)]
         own = torch.tensor([*times_s, float(self._memory_bytes())], dtype=torch.float64).to(sums.device)
         # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
         ranks: list[list[float]] = self._runtime.accelerator.gather(torch.cat([sums, own])[None]).tolist()
         of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
         added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
         training_s, *parts_s, _ = (sum(column) for column in zip(*(rank[len(sums) :] for rank in ranks), strict=True))
-        data_wait, forward_backward, optimizer = (part_s / training_s for part_s in parts_s)
+        data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
         peak = self._peak_flops_per_s
@@ -238,6 +245,7 @@ class Metrics:
             "samples_per_s_per_device": samples_per_s / len(ranks),
             "data_wait_share": data_wait,
             "forward_backward_share": forward_backward,
+            "communication_share": communication if self._communication.is_timed else None,
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),

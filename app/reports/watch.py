@@ -104,8 +104,9 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
     add_curve(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)
     for key in scores(run, run.evaluations[-1]) if run.evaluations else ():
         add_curve(run.evaluations, key, words(key), partial(value_text, key))
-    if is_finite(last.get("data_wait_share")):
-        add("waiting for data", f"{last['data_wait_share']:.0%}")
+    for key, name in {"data_wait_share": "waiting for data", "communication_share": "waiting for ranks"}.items():
+        if is_finite(last.get(key)):
+            add(name, f"{last[key]:.0%}")
     saved = [event for event in run.events if isinstance(event, ledger.Saved)]
     add("checkpoint", f"step {saved[-1].step:,}, {duration(now - saved[-1].time)} ago" if saved else "none yet")
     if run.starts:

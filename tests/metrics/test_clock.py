@@ -12,7 +12,7 @@ from processes import read_lines, train
 from app.metrics import clock
 from app.metrics.clock import Clock
 
-SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share")
+SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
 RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")
 
 
