@@ -138,12 +138,27 @@ class Parser(argparse.ArgumentParser):
         value = value or "..."
         takes_values = any("key=value" in str(action.metavar) for action in self._actions)
         keys = recipe_file.kinds(tasks.DEFAULT) if takes_values else {}
-        if of_recipe := [key for key in keys if name in (key, key.rpartition(".")[2])]:
+        known = list(dict.fromkeys((*self.options(), *also)))
+        if given := next((ours for ours in _ELSEWHERE.get(name, ()) if ours in known), None):
+            return f"give {given} {value}"
+        names = (name, *_ELSEWHERE.get(name, ()))
+        if of_recipe := [key for key in keys if key in names or key.rpartition(".")[2] == name]:
             return f"recipe values are given as key=value: {' or '.join(f'{key}={value}' for key in of_recipe)}"
         otherwise = "recipe values are given as key=value" if takes_values else ""
-        known = list(dict.fromkeys((*self.options(), *also)))
         return did_you_mean(option.replace("_", "-"), known, otherwise=otherwise, cutoff=0.7)
 
+
+# Names that other programs have for our options and keys; the first that the command takes is meant.
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpus", "num_gpus", "devices"), ("--gpus-per-node", "--processes")),
+    **dict.fromkeys(("nproc_per_node", "ntasks_per_node"), ("--processes-per-node",)),
+    **dict.fromkeys(("nnodes", "num_nodes"), ("--nodes",)),
+    **dict.fromkeys(("output_dir", "save_dir", "logdir"), ("--run-dir",)),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), ("train.global_batch_size",)),
+    **dict.fromkeys(("learning_rate", "base_lr"), ("optim.lr",)),
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), ("train.epochs",)),
+    "max_steps": ("train.steps",),
+}
 
 _HANG_TIMEOUT_S = 540
 """Longer than a first step with its compilation takes. The process group waits twice as long, and 1800 s at least: see

@@ -14,7 +14,7 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 21_580,
+    "code lines of app, launch and samerun": 21_595,
     "files of app, launch and samerun": 176,
     "code lines of tests": 20_310,
     "code lines of benchmarks": 1_200,

@@ -95,6 +95,8 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "train.init_from=nowhere": ("train.init_from is nowhere: there is no such file or folder", 11),
     "--trackers tensorboard,wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb", 9),
     "--trackers aim": ("--trackers has aim, which is not installed here: pip install aim", 9),
+    "--gpus 4": ("--gpus: unknown option; give --processes 4", 2),
+    "--batch_size 32": ("recipe values are given as key=value: train.global_batch_size=32", 2),
     "--lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
     "0.1": ("'0.1' (command line): expected key=value", 3),
 }
