@@ -103,10 +103,10 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.tasks.causal_lm.data.token_writer",
             "app.metrics.profile",
             "launch.run_module",
-            "launch.schedulers.local",
             "launch.start.spread",
         },
         "torch.distributed": {
+            "app.metrics.communication",
             "app.distributed.runtime",
             "app.distributed.process_store",
             "app.distributed.agreement",
