@@ -99,10 +99,10 @@ $(LOWEST)/.compiled: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable .[dev]
-	TORCH_EXTENSIONS_DIR=$(abspath $(LOWEST))/torch_extensions $(LOWEST)/bin/python -m app.distributed.compiled_ops
+	TORCH_EXTENSIONS_DIR=$(abspath $(LOWEST))/torch_extensions $(LOWEST)/bin/python -c "from app.distributed.runtime import load_operators; load_operators()"
 	@touch $@
 
 # DeepSpeed compiles what it needs on a CPU, for a minute or two: once, and not while tests wait for it.
 $(VENV)/.compiled: $(VENV)/.installed-dev
-	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -m app.distributed.compiled_ops
+	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -c "from app.distributed.runtime import load_operators; load_operators()"
 	@touch $@

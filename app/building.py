@@ -1,4 +1,4 @@
-"""Builds the parts of a run: the data, opened on all ranks; the model; the batches of each rank; the evaluation.
+"""Builds the parts of a run: the data, opened on all ranks; the model; the batches of each step; the evaluation.
 
 Tools that look at a finished run build these parts in the same way.
 """
@@ -6,8 +6,10 @@ Tools that look at a finished run build these parts in the same way.
 from __future__ import annotations
 
 import functools
+import itertools
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +18,23 @@ import torch
 
 from app import tasks
 from app.data import loader
-from app.data.loader import Failure
-from app.data.order import EvalBatches, TrainBatches
+from app.data.draws import Draws
+from app.data.loader import batches_of
+from app.data.order import EvalBatches, TrainBatches, derive_key
 from app.data.samples import Batch, Samples, Splits, first_of, hold_out
 from app.distributed import model_preparation, numerics
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
-from app.errors import DataError, PresetError
+from app.environment import host
+from app.errors import DataError, PresetError, TrainingError
 from app.evaluation import Evaluation, evaluate
 from app.init import filling
 from app.init.units import Units
+from app.metrics.clock import Phase
 from app.optim import parameter_groups, schedule
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
-from app.task import Form, Task, overrides
+from app.task import Form, Task, overrides, own_part
 from app.tasks.own.own_task import OwnTask
 
 _MOST_SHOWN = 4
@@ -130,7 +135,7 @@ def evaluation_of(
 ) -> Callable[..., Evaluation]:
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.data_ranks)
-    fed = _fed(runtime, samples, batches, seed=None)
+    fed = _rank_batches(runtime, samples, batches, seed=None)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
 
 
@@ -159,7 +164,7 @@ def try_metrics(parts: Parts, model: torch.nn.Module) -> None:
 
 def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
     """Return these samples, without anything random, on the device of this rank; -1 is padding."""
-    (batch,) = loader.batches_of([loader.Fetching(samples, seed=None).__getitems__(numbers)])
+    (batch,) = batches_of([loader.Fetching(samples, seed=None).__getitems__(numbers)])
     return {name: field.to(runtime.device) if isinstance(field, torch.Tensor) else field for name, field in batch.items()}
 
 
@@ -169,28 +174,140 @@ def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
     return first_of(data.scored[split], most, seed=recipe.seed)
 
 
-def training_batches(parts: Parts, first_step: int) -> Iterable[Batch | Failure]:
-    """Return this rank's shares of the micro-batches of all steps from `first_step` on, on its device."""
-    recipe, samples = parts.loaded.recipe, parts.data.train
-    batches = TrainBatches(
-        size=len(samples),
-        seed=recipe.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batches_per_step=parts.runtime.plan.accumulation,
-        first_step=first_step,
-        last_step=parts.length.total_steps,
-    )
-    return _fed(parts.runtime, samples, batches, seed=recipe.seed)
-
-
-def _fed(
+def _rank_batches(
     runtime: Runtime, source: Samples, batches: TrainBatches | EvalBatches, *, seed: int | None
-) -> Iterable[Batch | Failure]:
+) -> Iterable[Batch | DataError]:
     """Return this rank's shares of the global micro-batches, on its device; without a seed nothing is random."""
     launched, device = runtime.launched, runtime.device
-    if not source.workers:
-        own = loader.InProcess(source, batches, seed=seed, data_rank=launched.data_rank, data_ranks=launched.data_ranks)
-        return own if device.type == "cpu" else loader.Ahead(own.unwritten, device)
-    workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
-    dealt = runtime.deal(loader.build_loader(source, batches, seed=seed, workers=workers))
-    return dealt if device.type == "cpu" else loader.Ahead(functools.partial(loader.unwritten, dealt), device)
+    fed: Iterable[Batch | DataError]
+    if source.workers:
+        workers = loader.num_workers(runtime.workers, host.usable(launched.local_world_size), device)
+        fed = runtime.deal(loader.build_loader(source, batches, seed=seed, workers=workers))
+    else:
+        together = loader.TOGETHER_BYTES if source.is_array and device.type != "cpu" else 0
+        ranks = launched.data_rank, launched.data_ranks
+        fed = loader.InProcess(source, batches, seed, *ranks, together_bytes=together)
+    return fed if device.type == "cpu" else loader.Ahead(fed, device)
+
+
+class Feed:
+    """Feeds this rank with its passes over a run's global batches, from one step on."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        first_step: int,
+        *,
+        see: Callable[[int, int, Batch], None],
+        lap: Callable[[Phase], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`see` gets each batch, with its step and its number in it; `lap` ends a phase of a step, and `say` shows a line."""
+        self._runtime, self._recipe, self._task, self._form = parts.runtime, parts.loaded.recipe, parts.task, parts.form
+        self._samples, self._dropout = parts.data.train, parts.dropout
+        order = TrainBatches(
+            size=len(self._samples),
+            seed=self._recipe.seed,
+            global_batch_size=self._recipe.train.global_batch_size,
+            micro_batches_per_step=self._runtime.plan.accumulation,
+            first_step=first_step,
+            last_step=parts.length.total_steps,
+        )
+        self.batches = _rank_batches(self._runtime, self._samples, order, seed=self._recipe.seed)
+        """This rank's shares of the micro-batches; what fetches them is released with the model."""
+        self._see, self._lap, self._say = see, lap, say
+        self._draws_by_rank: bool | None = None
+        """True if passes draw from torch's generators; None: not known yet."""
+        self._fetched = batches_of(self.batches)
+        self.total: float | torch.Tensor = float(parts.runtime.plan.global_batch_size)
+        """Sum of the `Loss.count` of all passes of the last step, on all ranks; a tensor is a scalar."""
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what fetches batches ahead of time."""
+        with closing(self._fetched):
+            self._dropout.end()
+
+    def passes(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Return the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
+        batches = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
+        weighed = self._weighed(step, batches)
+        return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
+
+    def samples_of(self, step: int) -> list[int]:
+        """Return the indices of the samples of a step (from 0)."""
+        return samples_of(self._recipe, len(self._samples), step).tolist()  # type: ignore[no-any-return]
+
+    def _next(self, step: int, number: int) -> Batch:
+        self._runtime.alive(step=step)
+        self._lap("other")
+        batch = next(self._fetched)
+        self._lap("data_wait")
+        draw = Draws(self._recipe.seed, batch["samples"], batch["numbers"])
+        ready = self._task.preprocess(batch, draw, form=self._form)
+        self._see(step, number, ready)
+        return ready
+
+    def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
+        runtime = self._runtime
+        ranks = runtime.plan.data_ranks
+        if own_part(self._samples, "count") is not None:  # known beforehand, on the host
+            size = len(self._samples)
+            self.total = float(np.sum(self._samples.count(samples_of(self._recipe, size, step))))
+            total = max(self.total, 1.0)
+            return ((batch, float(np.sum(self._samples.count(batch["numbers"] % size))) * ranks / total) for batch in passes)
+        if overrides(self._task, "count"):  # known when all batches are in memory
+            batches = list(passes)
+            counts = [torch.as_tensor(self._task.count(it), dtype=torch.float64, device=runtime.device) for it in batches]
+            self.total = in_all = runtime.reduce(torch.stack(counts).sum())
+            return zip(batches, [count * ranks / in_all.clamp(min=1) for count in counts], strict=True)
+        return zip(passes, itertools.repeat(1 / runtime.plan.accumulation), strict=False)
+
+    def _begun(
+        self, step: int, passes: Iterator[tuple[Batch, float | torch.Tensor]]
+    ) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Give dropout the samples of each pass, and seed torch's generators for all other random numbers.
+
+        They are seeded for each pass, so that a resumed run draws the same numbers, and for each data-parallel rank, as other
+        samples must not get the same. The first pass shows whether any are drawn: a draw changes the generator's state. Raises
+        TrainingError if they are, and a step is several passes, or several processes'.
+        """
+        runtime = self._runtime
+        for number, batch_and_weight in enumerate(passes):
+            self._dropout.begin(batch_and_weight[0]["samples"])
+            if self._draws_by_rank is not False:
+                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, runtime.launched.data_rank))
+            if self._draws_by_rank is not None:
+                yield batch_and_weight
+                continue
+            state = _generator_state(runtime.device)
+            yield batch_and_weight
+            self._draws_by_rank = not torch.equal(state, _generator_state(runtime.device))
+            with runtime.together():
+                if self._draws_by_rank:
+                    parts = runtime.launched.tensor_parallel
+                    sentence = self._dropout.said_of_others(runtime.plan, parts=parts)
+                    if runtime.plan.passes * parts > 1:
+                        raise TrainingError(sentence)
+                    self._say(f"note: {sentence}")
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator that operations on the device draw from.
+
+    Next to a GPU the host's says nothing: a thread that fetches samples seeds it.
+    """
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+
+
+def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:
+    """Return the indices, int64 [global batch], of the samples of a step (from 0), of `size` training samples."""
+    batch, seed = recipe.train.global_batch_size, recipe.seed
+    batches = TrainBatches(
+        size=size, seed=seed, global_batch_size=batch, micro_batches_per_step=1, first_step=step, last_step=step + 1
+    )
+    indices: np.ndarray = next(iter(batches)) % size
+    return indices

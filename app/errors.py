@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -167,28 +167,16 @@ def exits_refused() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_the_user(frame.filename)]
+        ours, libraries = Path(__file__).parents[1], map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+        others = tuple(map(str, (ours / "app", ours / "launch", *libraries, "<")))  # "<frozen importlib._bootstrap>"
+        own = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(others)]
         if not own:
             raise
         file, line = Path(own[-1].filename), own[-1].lineno
-        remedy = "raise an exception instead"
-        if any(frame.name == "<module>" for frame in own):
-            remedy = "guard what only a script does with `if __name__ == '__main__':`"
         raise RecipeError(
-            f"{file.name} ends the program with sys.exit({error.code!r}) in line {line} ({file}): {remedy}"
+            f"{file.name} ends the program with sys.exit({error.code!r}) in line {line} ({file}): raise an exception instead, "
+            "or guard what only a script does with `if __name__ == '__main__':`"
         ) from error
-
-
-def _is_of_the_user(file: str) -> bool:
-    """Return False for a file of Python, of a library or of this package."""
-    package, paths = Path(__file__).resolve().parent, sysconfig.get_paths()
-    ours = [
-        package,
-        package.parent / "launch",
-        package.parent / "samerun",
-        *(Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    ]
-    return Path(file).is_absolute() and not any(Path(file).resolve().is_relative_to(folder) for folder in ours)
 
 
 def skip_destructors_if_failed() -> threading.Event:
@@ -234,29 +222,3 @@ errors are of this process or of all, as two processes on one GPU, other version
 def is_of_a_lost_peer(error: BaseException) -> bool:
     """Return whether `error` says that another process is gone: this one follows it, and is no cause."""
     return any(text in str(error) for text in _OF_A_LOST_PEER)
-
-
-def let_the_first_be_seen(error: Exception, *, store_port: int | None) -> None:
-    """If `error` is that another process is gone, wait for the launchers to end this one.
-
-    They name the process that ended first, look ten times a second, and end the others on their node at once, those of
-    other nodes within seconds. Otherwise the many that lost it would fill the end of the log with their tracebacks.
-    `store_port` is that of the store through which the processes met, if there is one.
-    """
-    if is_of_a_lost_peer(error):
-        _hang_up(but_not_on=store_port)
-        time.sleep(10.0)
-
-
-def _hang_up(*, but_not_on: int | None) -> None:
-    """End the connections to the other processes, so that what waits for this one learns of it now.
-
-    In a ring, a process next to the one that is gone may wait for one further on, which waits here: its launcher could not
-    end it before. The connection to the store is kept: threads of torch would complain of its loss.
-    """
-    import psutil  # not at the top: the launcher, which starts immediately, reads this file
-
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and but_not_on not in (connection.raddr.port, connection.laddr.port):
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:  # closed from the other end
-                duplicate.shutdown(socket.SHUT_RDWR)

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from app.data.loader import Failure, batches_of
+from app.data.loader import batches_of
 from app.data.samples import Batch
 from app.distributed.runtime import Runtime
 from app.errors import DataError
 from app.optim import parameter_groups
 from app.task import Form, Table, Task
-
-_LONGEST_TEXT = 10_000
-"""Characters of a text that a task shows."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,13 @@ class Evaluation:
         there = [name for name in dict.fromkeys(names) if name in self.scores]
         return ", ".join(f"{self.split} {name.replace('_', ' ')} {self.scores[name]:.4f}" for name in there)
 
-    def as_tables(self) -> dict[str, Table]:
-        """Return the tables by the names they have in the run folder."""
-        return {f"{self.split}_{name}": table for name, table in self.tables.items()}
-
 
 @torch.no_grad()
 def evaluate(
     runtime: Runtime,
     task: Task,
     model: torch.nn.Module,
-    loader: Iterable[Batch | Failure],
+    loader: Iterable[Batch | DataError],
     *,
     split: str,
     size: int,
@@ -87,13 +80,12 @@ def evaluate(
         numbers.append(batch["samples"])
         if found.rows is not None:
             rows.append(found.rows)
-    texts: list[tuple[str, str]] = []
+    texts: Sequence[tuple[str, str]] = ()
     if shown is not None:
         with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
             torch.manual_seed(seed)
             copied = {name: it.clone() if isinstance(it, Tensor) else it for name, it in shown.items()}
-            made = task.generate_samples(model, task.preprocess(copied, None, form=form))
-        texts = [(_legible(title), _legible(text)) for title, text in made]
+            texts = list(task.generate_samples(model, task.preprocess(copied, None, form=form)))
     parameter_groups.set_training(model, mode=was_training)
     counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
@@ -113,9 +105,3 @@ def evaluate(
     # From one rank for all: they decide by scores what they do next.
     scores, tables = runtime.from_main(task.reduce_metrics(totals, gathered))
     return Evaluation(split, counted, scores, tables, gathered, texts)
-
-
-def _legible(text: str) -> str:
-    """Return as much of a text as a person reads, in characters that any file takes."""
-    cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ..."
-    return cut.encode("utf-8", "replace").decode()

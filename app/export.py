@@ -6,7 +6,7 @@
     README.md           the model card, in the hub's format
     config.json, ...    of a language model: what makes the folder one that transformers loads
 
-Weights of more than `--part-gb` are parts, model-00001-of-00004.safetensors and so on, with model.safetensors.index.json,
+Weights of more than 5 GB are parts, model-00001-of-00004.safetensors and so on, with model.safetensors.index.json,
 which has the file of each tensor, as transformers splits them.
 
 The bytes go from the checkpoint's files to the new one in chunks of a few MiB, so the machine may have far less memory
@@ -30,9 +30,9 @@ from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError, printable
 from app.files.atomic_files import disk_errors, file_made_whole, sync
-from app.files.lines import Lines
+from app.files.text_files import Lines
 from app.init.region import AVERAGE, WEIGHT
-from app.options import Parser, above_zero
+from app.options import Parser
 from app.recipe import recipe_file
 from app.runs import model_card, run_folder
 from app.runs.run_folder import PROGRAMS
@@ -40,7 +40,8 @@ from app.runs.run_folder import PROGRAMS
 if TYPE_CHECKING:
     from app.task import Adapters
 
-_PART_GB = 5
+_PART_BYTES = 5 * 10**9
+"""Largest file of weights, as of transformers: a larger model is split into parts with an index."""
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
 _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 
@@ -55,27 +56,25 @@ def main(argv: Sequence[str]) -> int:
         raise CheckpointError(
             f"{reader.folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw."
         )
-    out, part_bytes = options.out, int(options.part_gb * 10**9)
+    out = options.out
     if out is None:
         folder = folder.absolute()
         run = folder.parents[1] if folder.parent.name == step_folders.FOLDER else folder.parent
         out = run / "exported" / f"{folder.name}{'-adapter' if options.adapter else ''}"
     if options.to is not None:
         _check_program(options, reader, out)
-        written = _export_with_program(reader, out, to=options.to, key=key, force=options.force, part_bytes=part_bytes)
+        written = _export_with_program(reader, out, to=options.to, key=key, force=options.force)
     elif options.adapter:
         written = export_adapter(reader, out, key=key, force=options.force)
     else:
-        written = export(reader, out, key=key, force=options.force, part_bytes=part_bytes)
+        written = export(reader, out, key=key, force=options.force)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
     sys.stdout.write(f"{printable(str(where))}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
     return 0
 
 
-def export(
-    reader: Reader, out: Path, *, key: str, force: bool = False, part_bytes: int = _PART_GB * 10**9, program: str = ""
-) -> list[Path]:
+def export(reader: Reader, out: Path, *, key: str, force: bool = False, program: str = "") -> list[Path]:
     """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, that of an index last.
 
     They go into the folder `out`, with the files that rebuild the model, or alone into the file `out` if it ends in
@@ -91,7 +90,7 @@ def export(
         from app.checkpoints import stored_weights  # adds up with torch, which nothing else here needs
 
         contents = stored_weights.merged(contents, adapters)
-    parts, index = ({out.name: contents}, dict[str, bytes]()) if alone else _parts(contents, part_bytes)
+    parts, index = ({out.name: contents}, dict[str, bytes]()) if alone else _parts(contents)
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
     _check_replacing([*older, *weights, *(folder / name for name in others)], force=force)
@@ -128,7 +127,7 @@ def _check_replacing(paths: Sequence[Path], *, force: bool) -> None:
         )
 
 
-def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool, part_bytes: int) -> list[Path]:
+def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool) -> list[Path]:
     """Write the weights and a program that computes the same as the model; neither if its outputs differ."""
     from app.checkpoints import (
         programs,
@@ -141,7 +140,7 @@ def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force:
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
         about, usage = programs.write(*stored_weights.load(Path(aside, "weights")), made, to=to)
-        weights = export(reader, out, key=key, force=force, part_bytes=part_bytes, program=usage)
+        weights = export(reader, out, key=key, force=force, program=usage)
         with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
             sync(out)
@@ -219,7 +218,7 @@ def _scores(run: Path, step: int) -> dict[str, float]:
     return found
 
 
-def _parts(contents: Mapping[str, Content], part_bytes: int) -> tuple[dict[str, dict[str, Content]], dict[str, bytes]]:
+def _parts(contents: Mapping[str, Content]) -> tuple[dict[str, dict[str, Content]], dict[str, bytes]]:
     """Return the tensors of each file, by its name, and the index of several files, by its name."""
     from huggingface_hub import split_state_dict_into_shards_factory  # here: the help need not wait for it
 
@@ -227,7 +226,7 @@ def _parts(contents: Mapping[str, Content], part_bytes: int) -> tuple[dict[str, 
         dict(contents),
         get_storage_size=tensor_file.size_bytes,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=part_bytes,
+        max_shard_size=_PART_BYTES,
     )
     parts = {file: {name: contents[name] for name in names} for file, names in split.filename_to_tensors.items()}
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -258,8 +257,6 @@ def _parser() -> Parser:
         "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "
         "themselves (default: average if the run has one, else raw)")  # fmt: skip
-    parser.add_argument("--part-gb", type=above_zero, default=_PART_GB, metavar="GB", help="largest weights file in gigabytes; "
-        "a larger model is split into parts with an index (default: %(default)s)")  # fmt: skip
     parser.add_argument("--to", choices=PROGRAMS, help="also write a program that needs no code of ours: torch, model.pt2 by "
                         "torch.export; onnx, model.onnx (pip install \"samerun[onnx]\"). Its outputs are compared with the "
                         "model's")  # fmt: skip

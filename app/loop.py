@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from app.building import Feed
 from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.sharded_state import WeightAverage
-from app.console import Display
+from app.distributed.control import NOTHING, Control, Patience, Request
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
 from app.evaluation import Evaluation
-from app.feed import Feed
-from app.guard.control import Control, Patience, Request
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
 from app.optim import parameter_groups
@@ -22,6 +23,39 @@ from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
 from app.recipe.schema import Recipe
 from app.task import Task
+
+_LINES_EVERY_S = 5.0
+"""Least time between two lines of metrics: one every few seconds shows that a run is alive; more would bury what matters."""
+
+
+class Display:
+    """Prints what people follow a run by, a line at a time; only on the main process."""
+
+    def __init__(self, *, total_steps: int, is_main: bool, unit: str) -> None:
+        """`unit` is what is counted by the second."""
+        self._total_steps, self._is_main, self._unit = total_steps, is_main, unit
+        self._shown_s = -_LINES_EVERY_S
+
+    def say(self, text: str) -> None:
+        """Print lines, each with the time of day."""
+        if self._is_main:
+            for line in text.splitlines():
+                print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)  # noqa: T201 - what people read
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """Print the latest line of metrics, if it is the last one or the one before was a while ago."""
+        step = line["step"]
+        if time.perf_counter() - self._shown_s < _LINES_EVERY_S and step < self._total_steps:
+            return
+        self._shown_s = time.perf_counter()
+        loss = "none" if line["loss"] is None else f"{line['loss']:.4f}"
+        skipped = f" ({len(line['skipped_steps'])} steps skipped)" if line["skipped_steps"] else ""
+        utilization = "" if line["mfu"] is None else f"  {line['mfu']:.0%} of the device's peak"
+        self.say(
+            f"step {step}/{self._total_steps}  epoch {line['epoch'] + 1}  loss {loss}{skipped}  "
+            f"lr {line['learning_rate']:.2e}  {line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  "
+            f"waiting for data {line['data_wait_share']:.0%}{utilization}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +84,20 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """The training was asked to stop, and has saved a checkpoint."""
-
-    step: int
-    """Steps done and saved."""
-    request: Request
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The training is finished."""
+class Ended:
+    """How a training ended: it was asked to stop, and has saved a checkpoint, or it is finished."""
 
     step: int
     """Steps that were taken."""
-    why_early: str
-    """Why there were fewer steps than in the recipe; empty if there were not."""
-    scores: Mapping[str, Evaluation]
-    """Scores of the final weights, by split."""
+    stopped_by: Request = NOTHING
+    """Whether it stopped, and why."""
+    why_early: str = ""
+    """Why a finished training has fewer steps than the recipe; empty if it has not."""
+    scores: Mapping[str, Evaluation] = field(default_factory=dict)
+    """Scores of the final weights of a finished training, by split."""
 
 
-def train(run: Training) -> Finished | Stopped:
+def train(run: Training) -> Ended:
     """Take the steps of the recipe and return the scores of the final weights, unless asked to stop."""
     scores: Evaluation | None = None
     step = run.first_step
@@ -93,14 +120,14 @@ def train(run: Training) -> Finished | Stopped:
                 run.checkpoints.save(step, scores)
             if request.stop:
                 run.checkpoints.finish()
-                return Stopped(step, request)
+                return Ended(step, request)
     run.checkpoints.finish()
     known = {"validation": scores}
     scores_by_split = {split: known.get(split) or _score(run, split, step) for split in run.evaluations}
     why_early = run.patience.why if step < run.length.total_steps else ""
     if why_early:
         run.display.say(f"ends after step {step} of {run.length.total_steps}: {why_early}")
-    return Finished(step, why_early, scores_by_split)
+    return Ended(step, why_early=why_early, scores=scores_by_split)
 
 
 def _take_step(run: Training, step: int) -> Step:

@@ -60,47 +60,29 @@ _ACCELERATES = {
 }
 
 
-class _Once(argparse._StoreAction):
-    """Stores the value of an option, and refuses a second one, which argparse would take without a word."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        if option_string and self.dest in parser._given:
-            parser.error(f"{option_string} is given twice ({parser._given[self.dest]} and {values}): keep one of them")
-        parser._given[self.dest] = values
-        super().__call__(parser, namespace, values, option_string)
-
-
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage; no option is abbreviated."""
 
     def __init__(self, **settings: Any) -> None:
         """`settings` are those of `ArgumentParser`."""
         super().__init__(allow_abbrev=False, **settings)
-        self._given: dict[str, Any] = {}
-        for name in (None, "store"):
-            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments that are known. Raises UsageError for an option that is given twice."""
-        self._given = {}
-        return super().parse_known_args(args, namespace)
 
     def parse_all(self, argv: Sequence[str] | None, *, also: Collection[str] = ()) -> argparse.Namespace:
         """Parse options and positional arguments in any order; None: those of this program. Raises UsageError for others.
 
         `also` are options that the command has beside this parser's: one that was not meant may be near one of them.
         """
-        words = list(sys.argv[1:] if argv is None else argv)
-        arguments, unknown = self.parse_known_intermixed_args(words)
+        arguments, unknown = self.parse_known_intermixed_args(argv)
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"{word}: one argument too many")
-            meant = self._meant(word, words, also)
-            self.error(f"{word.partition('=')[0]}: unknown option{meant and '; '}{meant}")
+            option = word.partition("=")[0]
+            hint = self._hint(option, [*self.options(), *also])
+            self.error(f"{option}: unknown option{hint and '; '}{hint}")
         self.refuse_empty(arguments)
         return arguments
 
@@ -127,23 +109,18 @@ class Parser(argparse.ArgumentParser):
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
-    def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
+    def _hint(self, option: str, known: Sequence[str]) -> str:
+        """Return what may have been meant by an unknown option, where these are known."""
         from app import tasks
 
-        option, equals, value = word.partition("=")
         name = option.lstrip("-").replace("-", "_")
-        after = words[words.index(word) + 1 :][:1]
-        if not equals and after and not after[0].startswith("-") and "=" not in after[0]:
-            value = after[0]
-        value = value or "..."
+        ours = _ELSEWHERE.get(name, ())
+        if meant := next((it for it in ours if it in known), None):
+            return f"give {meant}"
         takes_values = any("key=value" in str(action.metavar) for action in self._actions)
-        keys = recipe_file.kinds(tasks.DEFAULT) if takes_values else {}
-        known = list(dict.fromkeys((*self.options(), *also)))
-        if given := next((ours for ours in _ELSEWHERE.get(name, ()) if ours in known), None):
-            return f"give {given} {value}"
-        names = (name, *_ELSEWHERE.get(name, ()))
-        if of_recipe := [key for key in keys if key in names or key.rpartition(".")[2] == name]:
-            return f"recipe values are given as key=value: {' or '.join(f'{key}={value}' for key in of_recipe)}"
+        keys = recipe_file.kinds(tasks.DEFAULT) if takes_values else ()
+        if near := [f"{key}=..." for key in keys if key in (name, *ours) or key.endswith(f".{name}")]:
+            return f"recipe values are given as key=value: {' or '.join(near)}"
         otherwise = "recipe values are given as key=value" if takes_values else ""
         return did_you_mean(option.replace("_", "-"), known, otherwise=otherwise, cutoff=0.7)
 
@@ -164,12 +141,8 @@ _HANG_TIMEOUT_S = 540
 """Longer than a first step with its compilation takes. The process group waits twice as long, and 1800 s at least: see
 `runtime`."""
 
-# Modules of which Accelerate wants one (accelerate 1.15, utils/imports.py), and what pip calls the package.
-_WANTED = {
-    "aim": ("aim",), "clearml": ("clearml",), "comet_ml": ("comet_ml",), "dvclive": ("dvclive",), "mlflow": ("mlflow",),
-    "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",),
-}  # fmt: skip
-TRACKERS = tuple(_WANTED)
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+"""Accelerate's trackers (1.15), by the names of the modules that they need."""
 
 
 def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> Parser:
@@ -228,11 +201,11 @@ def trackers(text: str) -> list[str]:
 
     Raises TrackerError for a name that is unknown, or whose library is not installed here.
     """
-    names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name and name != "none"))
-    for name in names:
+    found = [name for name in names(text) if name != "none"]
+    for name in found:
         if name not in TRACKERS:
             hint = did_you_mean(name, TRACKERS, then=f"Known are {', '.join(TRACKERS)}; or none")
             raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}")
-        if not any(map(importlib.util.find_spec, _WANTED[name])):
+        if importlib.util.find_spec(name) is None:
             raise TrackerError(f"--trackers has {name}, which is not installed here: pip install {name.replace('_', '-')}")
-    return names
+    return found

@@ -13,27 +13,23 @@ from typing import Any
 import torch
 
 from app import building, tasks
-from app.building import Parts
+from app.attempt import Opened
+from app.building import Feed, Parts
 from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.sharded_state import Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
-from app.console import Display
-from app.data import loader
 from app.data.samples import Splits, without_hold_out
 from app.distributed import handshake, model_preparation, numerics, sample_dropout
+from app.distributed.control import Control, Patience
 from app.distributed.runtime import Runtime
-from app.environment import host
 from app.errors import RecipeError
-from app.feed import Feed
-from app.guard.control import Control, Patience
 from app.init import filling, model_tensors
 from app.init.units import block_classes
-from app.loop import Training
+from app.loop import Display, Training
 from app.metrics import clock
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
 from app.metrics.trackers import SamplePreviews
-from app.opening import Opened
 from app.optim import parameter_groups, schedule
 from app.optim.steps import FirstGradients, SpikeGuard, Steps
 from app.recipe import recipe_file, task_file
@@ -143,7 +139,6 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         runtime,
         claim,
         opened.trackers,
-        model,
         global_batch_size=runtime.plan.global_batch_size,
         flops_per_sample=parts.flops_per_sample,
         peak_flops_per_s=clock.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),
@@ -224,8 +219,7 @@ def _display(parts: Parts, run_dir: Path) -> Display:
     """Return the display, which shows what is trained, where, and the notes for the user."""
     runtime, data, length = parts.runtime, parts.data, parts.length
     launched, device = runtime.launched, runtime.device
-    remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=device)
-    display = Display(total_steps=length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=parts.task.count_unit)
+    display = Display(total_steps=length.total_steps, is_main=runtime.is_main, unit=parts.task.count_unit)
     by_itself = device.type == "cpu" and not launched.use_cpu
     kind = f"cpu: torch {torch.__version__} finds no GPU" if by_itself else device.type
     count = launched.world_size
@@ -243,13 +237,6 @@ def _display(parts: Parts, run_dir: Path) -> Display:
         *model_preparation.topology_dependence(parts.model),
         *parts.notes,
     ]
-    if data.validation is None:
-        notes.append(
-            "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds "
-            "out a tenth of the training samples for it"
-        )
-    if (device.type, launched.mixed_precision) == ("cpu", "bf16") and host.lacks_bf16():
-        notes.append("this processor has no bf16 instructions: a step can take ten times as long as with mixed_precision 'no'")
     for note in notes:
         display.say(f"note: {note}")
     return display

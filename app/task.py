@@ -46,13 +46,8 @@ from app.data.draws import Draws, HostDraws
 from app.data.samples import Batch, Samples, Splits
 from app.errors import RecipeError, RunFolderError, TrainingError
 
-
-class Later(NamedTuple):
-    """A sum that is not needed before the next log. It is computed for many passes at once, at the cost of one."""
-
-    of: Callable[..., tuple[Tensor, Tensor | float]]
-    """Takes each of the tensors stacked, [P, ...]; returns the sums of P passes [P], and the counts [P] or that of each."""
-    tensors: tuple[Tensor, ...]
+Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""Sum and count by name, as numbers or scalars on the device."""
 
 
 @dataclass(slots=True)
@@ -64,12 +59,11 @@ class Loss:
     count: int | Tensor = None  # type: ignore[assignment]
     """Number of things that it is the mean of: samples, tokens, ... A tensor is a scalar on the device. Your own task may leave
     it out: the batch's number of samples."""
-    sums: Mapping[str, Later] = field(default_factory=dict)
-    """Further values to report, by name: the same names in every pass. Your own task may give the pair (sum, count) of the
-    pass instead, as numbers or tensors."""
+    sums: Sums = field(default_factory=dict)
+    """Further values to report: the same names in every pass."""
 
     @classmethod
-    def of(cls, total: Tensor, count: int | Tensor, sums: Mapping[str, Later] | None = None) -> Loss:
+    def of(cls, total: Tensor, count: int | Tensor, sums: Sums | None = None) -> Loss:
         """Return the loss from a sum over `count` things; `count` may be 0."""
         at_least = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         return cls(total / at_least, count, sums or {})
@@ -328,9 +322,6 @@ class Task:
         Keys listed in a section's `not_left` do not apply to the exported model.
         """
         return None
-
-    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
-        """Raise DataError if samples with this metadata do not fit the network of a folder as `load_folder` takes it."""
 
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:  # noqa: ARG002
         """Return the trained network from a folder that another library wrote, on the CPU, for samples with this metadata.

@@ -12,24 +12,24 @@ import sys
 import time
 
 from app import options
+from app.distributed.watchdog import Lifeline, end_workers
 from app.environment.launched import Launched, errors_folder, read, read_job
 from app.environment.slurm_variables import own_environment
-from app.environment.variables import LAUNCHER
+from app.environment.topology import LAUNCHER
 from app.errors import (
     STOPPED,
     PresetError,
     SamerunError,
     exits_refused,
+    is_of_a_lost_peer,
     leave_with,
-    let_the_first_be_seen,
     skip_destructors_if_failed,
 )
-from app.guard.watchdog import Lifeline, end_workers
 from app.recipe import optimizers, recipe_file
-from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
-from app.runs import failure
-from app.runs.failure import Recorder
+from app.recipe.schema import BatchPlan
+from app.runs import run_folder
+from app.runs.run_folder import Recorder
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
         leave_with(error, launched.rank)
     except Exception as error:
         recorder.record(error, rank=launched.rank)
-        port = os.environ.get("MASTER_PORT", "")  # a single process does not read what another program has left there
-        let_the_first_be_seen(error, store_port=int(port) if port.isdecimal() else None)
+        if is_of_a_lost_peer(error):
+            time.sleep(10.0)  # launchers end it before: else the log would end with the tracebacks of all that lost the first
         end_workers()
         failed.set()
         raise
@@ -75,13 +75,14 @@ def _train(
         raise PresetError(refusal)
     trackers = options.trackers(options_given.trackers)
     # Slow imports come after all checks that do not need them.
-    from app import ending, opening, session
+    from app import attempt, session
     from app.checkpoints import initial_weights
     from app.distributed import handshake, numerics
     from app.distributed.runtime import Runtime
-    from app.guard.watchdog import Watchdog
+    from app.distributed.watchdog import Watchdog
     from app.init import model_tensors
-    from app.loop import Stopped, train
+    from app.loop import train
+    from app.metrics.clock import waits_timed
     from app.planning.memory import out_of_memory_explained
 
     runtime = Runtime(
@@ -96,24 +97,25 @@ def _train(
     with out_of_memory_explained(runtime, recipe):
         handshake.check_group(runtime.accelerator, launched, plan)
         parts = session.agree(runtime, loaded)
-        resumed = opening.find_checkpoint(parts, options_given)
+        resumed = attempt.find_checkpoint(parts, options_given)
         folder = resumed.folder if resumed else None
         initial = initial_weights.load(runtime, parts.task, parts.model, recipe.train, resumed=folder)
         if resumed is None:
             model_tensors.check_finite(runtime, parts.model, initial or f"the task {recipe.task}")
         job, origin = read_job(os.environ), resumed or initial
-        opened = opening.open_run_folder(parts, options_given, trackers=trackers, job=job, origin=origin)
-        recorder.folder = recorder.folder or opened.claim.path / failure.FOLDER / opened.claim.place.name
+        opened = attempt.open_run_folder(parts, options_given, trackers=trackers, job=job, origin=origin)
+        recorder.folder = recorder.folder or opened.claim.path / run_folder.ERRORS / opened.claim.place.name
         training = session.prepare(parts, opened)
         # The lifeline lives as long as the process. With the whole training it would keep the loaders, for whose workers, which
         # hear no signal, Python would then wait at its end.
         with training.control as control:
             lifeline.spare_if(lambda: control.is_asked_to_stop)
             watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=options_given.hang_timeout)
-            with training.metrics.timed(), watchdog, numerics.refusals_named():
+            waits = waits_timed(training.model, training.metrics.clock, runtime.device)
+            with waits, watchdog, numerics.refusals_named():
                 ended = train(training)
-            ending.finish(training, parts.data, opened, ended)
-    return isinstance(ended, Stopped)
+            attempt.finish(training, parts.data, opened, ended)
+    return ended.stopped_by.stop
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class Images(Work):
     def __init__(self, task: dict[str, Any], meter: Meter) -> None:
         super().__init__(task, meter)
         if task.get("photographs"):
-            self.workers = num_workers(host.usable(1), self.device)
+            self.workers = num_workers(None, host.usable(1), self.device)
             # torch's DataLoader asks each worker for two batches at a time; of Samerun's, more are on their way to the device.
             meter.lead_in = 2 * self.workers + loader.PLACES + 1
             side = self.recipe.sections.data.image_size

@@ -179,11 +179,11 @@ def say_rates(entries: Mapping[str, Entry], found: Found, *, rows: str, units: i
     import torch
 
     from app.metrics import clock
-    from app.planning import blueprint
+    from app.planning import tracing
     from app.task import Form
 
     task = next(iter(entries.values())).task
-    made = blueprint.build_blueprint(recipe_file.load(task["recipe"], task["overrides"]).recipe)
+    made = tracing.build_blueprint(recipe_file.load(task["recipe"], task["overrides"]).recipe)
     example = made.task.example(made.facts, Form())
     flop_per_unit = clock.training_flops(made.model, lambda called: made.task.loss(called, example)) / example[rows].numel()
     peak = clock.peak_per_s(torch.device("cpu" if on_cpu else "cuda"), mixed_precision="bf16")

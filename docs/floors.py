@@ -24,21 +24,22 @@ FLOORS: list[list[str]] = [
     ["app.optim", "app.data"],
     ["app.distributed"],
     ["app.task"],
-    ["app.runs.ledger", "app.runs.model_card", "app.checks.arithmetic", "app.evaluation", "app.console", "app.init"],
+    ["app.runs.ledger", "app.checks.arithmetic", "app.evaluation", "app.init"],
     ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
-    ["app.building", "app.guard"],
-    ["app.metrics", "app.checks"],
+    ["app.distributed.control"],
+    ["app.metrics"],
     ["app.checkpoints"],
-    ["app.feed", "app.planning"],
-    ["app.loop", "app.opening"],
-    ["app.session", "app.ending"],
+    ["app.building", "app.planning"],
+    ["app.loop"],
+    ["app.attempt"],
+    ["app.session"],
     ["app.train"],
     ["app.evaluate", "app.predict", "app.export", "app.reports"],
-    ["app.tools"],
+    ["app.checks", "app.planning.plan"],
     ["benchmarks"],
 ]
 LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 18  # those from this one on start processes with it
+STARTERS_FLOOR = 19  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     (

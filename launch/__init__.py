@@ -1,4 +1,4 @@
-"""Starting a run, with the `app` that is beside this folder: Python may find a user's `app.py` sooner."""
+"""Starting a run, with the `app` next to this folder: Python might find a user's `app.py` sooner."""
 
 import sys
 from pathlib import Path

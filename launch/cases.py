@@ -66,11 +66,6 @@ def combinations(text: str, *, fixed: Sequence[str] = (), source: str = "--array
     return list(map(Combination, overrides, names))
 
 
-def has_several(word: str) -> bool:
-    """Return whether a `key=value` gives a key several values."""
-    return len(_choices(word.partition("=")[2])) > 1
-
-
 def _choices(text: str) -> list[str]:
     """Return the values between commas. A comma within brackets or braces belongs to a value."""
     choices, depth = [""], 0
@@ -173,7 +168,7 @@ def run(
         say(f"{which}: {case.run_dir}")
         launching = [*program("launch.cli"), "launch", *case.argv]
         with case.log.open("wb") if logged else nullcontext() as log:
-            ending = supervise.run(launching, environment, watched=False, output=log)
+            ending = supervise.run(launching, environment, output=log)
         if ending.signals or (ending.exit_code in (0, STOPPED) and not case.is_finished):
             done = sum(case.is_finished for case in cases)
             say(f"stopped, with {done} of {len(cases)} runs finished. To continue: {shlex.join(command)}")
@@ -197,7 +192,7 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
     options, words = parser.parse_known_args(argv)
     parser.refuse_empty(options)
     launching, _, training = resolved.read(words)
-    swept = [word for word in training.overrides if has_several(word)]
+    swept = [word for word in training.overrides if len(_choices(word.partition("=")[2])) > 1]
     if not swept:
         raise UsageError(
             "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"

@@ -16,7 +16,7 @@ from app.environment.launched import errors_folder
 from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, did_you_mean, exits_refused, printable
 from app.options import Parser
-from app.runs.failure import Recorder
+from app.runs.run_folder import Recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["launch"]:  # of a node
             Recorder(errors_folder(own_environment())).record(error)
         if is_in_step(own_environment()):
-            time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
+            time.sleep(1.0)  # srun ends the step immediately, and output that it has not read by then is lost
         return error.exit_code
     except KeyboardInterrupt:
         _say("interrupted")
@@ -57,9 +57,9 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "recipes": ("launch.shipped", "recipes", "list the shipped recipes, or print one"),
         "presets": ("launch.shipped", "presets", "list the shipped presets, or print one"),
         "script": ("launch.shipped", "script", "list the shipped job scripts, or print one"),
-        "doctor": ("launch.start.examination", "doctor", "check this machine, or all nodes of an allocation, before a run"),
-        "data": ("app.tools.data_command", "main",
-                 "inspect data, tokenize text, convert or shrink pictures, measure the loading speed"),
+        "doctor": ("launch.start.launch", "doctor", "check this machine, or all nodes of an allocation, before a run"),
+        "data": ("app.checks.data", "main",
+                 "inspect and check data, tokenize text, convert or shrink images"),
     },
     "train": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
@@ -74,19 +74,19 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "curves": ("app.reports.curves", "main", "plot training and validation curves of runs: loss and score"),
         "compare": ("app.reports.compare", "main", "show what differs between two runs, and whether they are the same run"),
         "timeline": ("app.reports.timeline", "main", "merge the profiler traces of all ranks into one timeline"),
-        "verify": ("app.tools.verify", "main",
+        "verify": ("app.checks.verify", "main",
                    "check that a run applied every global batch exactly once, and show where its time went"),
     },
     "use the model": {
         "evaluate": ("app.evaluate", "main", "evaluate a finished run or an exported model"),
         "predict": ("app.predict", "main", "predict new inputs with the model of a finished run"),
-        "generate": ("app.tools.generate_command", "main", "generate text with a language model, printed as it comes"),
+        "generate": ("app.tasks.causal_lm.generate", "main", "generate text with a language model, printed as it comes"),
         "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
     },
     "before something large": {
-        "plan": ("app.tools.plan", "main",
+        "plan": ("app.planning.plan", "main",
                  "estimate whether a recipe fits into memory, under which preset, and at what cost"),
-        "parity": ("app.tools.parity", "main", "test that presets and numbers of processes give the same run"),
+        "parity": ("app.checks.parity", "main", "test that presets and numbers of processes give the same run"),
         "scale": ("app.reports.scale", "main", "measure how a recipe scales over presets, devices and nodes"),
     },
 }  # fmt: skip

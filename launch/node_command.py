@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from app.environment.launched import NO_FP16_ON_CPU
-from app.environment.topology import KEY, Topology
-from app.environment.variables import PRESET_FILE
+from app.environment.topology import KEY, PRESET_FILE, Topology
 from app.errors import PresetError
 from launch.preset import PARALLELISM, Preset
 from launch.run_module import ACCELERATE, program

@@ -24,7 +24,7 @@ from app.environment import deepspeed_file
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
 from app.environment.topology import DERIVED, KEY, UNSUPPORTED, Degrees, Topology, derived
 from app.errors import PresetError, did_you_mean
-from app.files import yaml_text
+from app.files import text_files
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
@@ -132,14 +132,8 @@ class Preset:
                     f"ignore it: use preset {_PRESETS[name]}"
                 )
         sizes = {**self.sizes, **requested}
-        return derived(
-            replicas=sizes.get("dp_replicate_size", 1),
-            shards=sizes.get("dp_shard_size", 1),
-            tensor_parallel=sizes.get("tp_size", 1),
-            world_size=topology.world_size,
-            per_node=topology.processes_per_node,
-            origins={name: OPTIONS[name] if name in requested else f"preset {self.name}" for name in sizes},
-        )
+        origins = {name: OPTIONS[name] if name in requested else f"preset {self.name}" for name in sizes}
+        return derived(sizes, origins, world_size=topology.world_size, per_node=topology.processes_per_node)
 
     def sharding(self, degrees: Degrees) -> Sharding:
         """Return how the processes shard a model, in a launch with these degrees."""
@@ -193,7 +187,7 @@ def from_options(options: argparse.Namespace) -> Preset | None:
 
 def load(name_or_path: str) -> Preset:
     """Find, read and check a preset. Raises PresetError with everything that is wrong with it, one problem a line."""
-    path = _find(name_or_path)
+    path = text_files.find_yaml("preset", name_or_path, SHIPPED, error=PresetError)
     settings, problems = _read(path)
     problems += [f"preset {path}: {problem}" for problem in _problems(settings)]
     if problems:
@@ -221,20 +215,9 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     return {name: section[KEY + name] for name in _SIZES if KEY + name in section}
 
 
-def _find(name_or_path: str) -> Path:
-    """Return the file of a shipped name or of a path; a shipped name goes before a file of that name."""
-    path = Path(name_or_path)
-    if name_or_path in names():
-        return SHIPPED / f"{name_or_path}.yaml"
-    if path.is_file():
-        return path
-    what = "it is not a text file" if path.exists() else "there is no shipped preset and no file of that name"
-    raise PresetError(f"preset {name_or_path}: {what}; {_suggest(path.stem, names())}")
-
-
 def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return the settings of a file, and which keys are repeated."""
-    text, root = yaml_text.compose(path, name=f"preset {path}", error=PresetError)
+    text, root = text_files.compose_yaml(path, name=f"preset {path}", error=PresetError)
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:  # values that no plain type has
@@ -243,7 +226,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
     repeated = [
         f"preset {path}:{line}: {key} is given twice, in line {first} as well: keep one of them"
-        for key, first, line in yaml_text.repeated(root)
+        for key, first, line in text_files.repeated_keys(root)
     ]
     return settings, repeated
 

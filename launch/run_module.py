@@ -6,7 +6,7 @@ is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it impor
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
 The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, where Accelerate gives 1,
-and that process is recorded (app/runs/failure.py). torchrun's summary stays, the tracebacks of the launchers are left out.
+and that process is recorded (app/runs/run_folder.py). torchrun's summary stays, the tracebacks of the launchers are left out.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _launch_processes() -> None:
     except subprocess.CalledProcessError as error:  # one process
         sys.exit(as_shells_say(error.returncode))
     except Exception as error:
-        from app.environment.variables import ERRORS
-        from app.runs.failure import ProcessFailure, record
+        from app.environment.topology import ERRORS
+        from app.runs.run_folder import ProcessFailure, record_failure
 
         if (kind := type(error).__name__) not in ("ChildFailedError", "SignalException"):
             raise
@@ -66,7 +66,7 @@ def _launch_processes() -> None:
             sys.exit(as_shells_say(-torchruns.sigval))
         rank, failure = torchruns.get_first_failure()
         if folder := os.environ.get(ERRORS):
-            record(Path(folder), ProcessFailure(exit_code=failure.exitcode, rank=rank, time=failure.timestamp))
+            record_failure(Path(folder), ProcessFailure(exit_code=failure.exitcode, rank=rank, time=failure.timestamp))
         sys.exit(as_shells_say(failure.exitcode))
 
 

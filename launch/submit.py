@@ -19,7 +19,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,16 +29,16 @@ from app.environment.topology import Degrees, Topology
 from app.errors import PresetError, RecipeError, SubmitError, TopologyError, UsageError
 from app.options import Parser, positive
 from app.recipe import optimizers
-from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
 from app.recipe.recipe_file import replaced
+from app.recipe.schema import BatchPlan
 from launch import cases, preset
 from launch.cases import Combination
 from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
 from launch.schedulers import detect
-from launch.start import launch, resolved, run_checks
+from launch.start import launch, resolved
 
 Scheduler = Literal["slurm", "pbs"]
 _SUBMITTERS: dict[Scheduler, tuple[str, ...]] = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
@@ -119,7 +120,7 @@ def _check(
     try:
         launching, _, training = resolved.read(["--run-dir", "runs", *words])
         overrides = training.overrides
-        problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
+        problems += map(str, resolved.problems(training, run_dir=None, resume=launching.resume, inputs={}))
     except UsageError as error:
         problems.append(str(error))
     name = options.job_name or re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(options.recipe).stem).lstrip("._+-") or "samerun"
@@ -129,13 +130,22 @@ def _check(
     run_dir = Path(options.run_dir or _RUNS / stem)
     run_folders = [run_dir / combination.name for combination in sweep] or [run_dir]
     batches: dict[str, None] = {}
-    recipe_problems = {
-        f"task {index} of --array": list(
-            _recipe_problems(options, replaced(overrides, changed), topology, chosen, degrees, batches)
-        )
-        for index, changed in enumerate([combination.overrides for combination in sweep] or [()])
-    }
-    problems += [*cases.grouped(recipe_problems), *run_checks.unwritable([_SCRIPTS, *run_folders])]
+    recipe_problems: dict[str, list[str]] = {}
+    for index, changed in enumerate([combination.overrides for combination in sweep] or [()]):
+        found = recipe_problems.setdefault(f"task {index} of --array", [])
+        try:
+            recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
+            if not options.data_on_nodes:  # variables in a path have their values on the nodes
+                inputs = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
+                hint = "or give --data-on-nodes if only the nodes of the job have it"
+                found += [f"{problem}, {hint}" for problem in resolved.missing(inputs)]
+            if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy)):
+                found.append(refusal)
+            ranks = topology.world_size // degrees.tensor_parallel
+            batches[str(BatchPlan.of(recipe, ranks, tensor_parallel=degrees.tensor_parallel))] = None
+        except RecipeError as error:
+            found += error.problems
+    problems += [*cases.grouped(recipe_problems), *filter(None, map(resolved.unwritable, (_SCRIPTS, run_dir)))]
     problems += [
         f"{folder} holds a finished run (it has a result.json): choose another --run-dir, or delete the folder"
         for folder in run_folders
@@ -162,29 +172,6 @@ def _check(
     return scheduler, text, _SCRIPTS / f"{stem}.sh"
 
 
-def _recipe_problems(
-    options: argparse.Namespace,
-    overrides: Sequence[str],
-    topology: Topology,
-    chosen: Preset | None,
-    degrees: Degrees,
-    batches: dict[str, None],
-) -> Iterator[str]:
-    """Yield what is wrong with the recipe of a run, and add its batch plan as text to `batches`."""
-    try:
-        recipe = load_recipe(options.recipe, overrides).recipe
-        if not options.data_on_nodes:  # variables in a path have their values on the nodes
-            inputs = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
-            for problem in run_checks.missing(inputs):
-                yield f"{problem}, or give --data-on-nodes if only the nodes of the job have it"
-        if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy)):
-            yield refusal
-        ranks = topology.world_size // degrees.tensor_parallel
-        batches[str(BatchPlan.of(recipe, ranks, tensor_parallel=degrees.tensor_parallel))] = None
-    except RecipeError as error:
-        yield from error.problems
-
-
 def _topology(
     options: argparse.Namespace, environment: Mapping[str, str], problems: list[str]
 ) -> tuple[Topology, Preset | None, Degrees]:
@@ -192,15 +179,19 @@ def _topology(
 
     Without --preset it is the one that `samerun launch` takes. What is wrong is added to `problems`.
     """
-    by_hand = options.processes_per_node
+    by_hand, origin = options.processes_per_node, "--processes-per-node"
     if options.gpus_per_node:
-        by_hand = sum(gpus_of(options.gpus_per_node).values())
-    origin = "--processes-per-node" if options.processes_per_node else "--gpus-per-node" if options.gpus_per_node else "default"
-    chosen, degrees, topology = None, Degrees(), _uniform(options.nodes, by_hand or 1, origin)
+        by_hand, origin = sum(gpus_of(options.gpus_per_node).values()), "--gpus-per-node"
+    origins = {"num_nodes": "--nodes", "processes_per_node": origin if by_hand else "default"}
+    topology = Topology(
+        num_nodes=options.nodes, processes_per_node=by_hand or 1, head_address="the-first-node", port=1, origins=origins
+    )
+    chosen, degrees = None, Degrees()
     try:
         if options.num_processes is not None:
             each = detect.processes_per_node(options.num_processes, options.nodes, by_hand)
-            topology = _uniform(options.nodes, each, "--num_processes")
+            origins = {**origins, "processes_per_node": "--num_processes"}
+            topology = replace(topology, processes_per_node=each, origins=origins)
         chosen = preset.from_options(options) or resolved.default_preset(topology, environment)
         sizes = preset.requested_sizes(options)
         degrees = chosen.degrees(topology, sizes)
@@ -210,36 +201,15 @@ def _topology(
     return topology, chosen, degrees
 
 
-def _uniform(nodes: int, processes_per_node: int, origin: str) -> Topology:
-    return Topology(
-        num_nodes=nodes,
-        processes_per_node=processes_per_node,
-        head_address="the-first-node",
-        port=1,
-        origins={"num_nodes": "--nodes", "processes_per_node": origin},
-    )
+def _matching(pattern: str, expected: str) -> Callable[[str], str]:
+    """Return a reader of option values that refuses all others."""
 
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        return text
 
-def _gpus(text: str) -> str:
-    try:
-        is_right = all(gpus_of(text).values())
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more, such as 4 (for Slurm also a100:4)")
-    return text
-
-
-def _time_limit(text: str) -> str:
-    if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", text, re.ASCII) or not text.strip("0:"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected hours:minutes:seconds, more than 0, such as 01:30:00")
-    return text
-
-
-def _word(text: str) -> str:
-    if not re.fullmatch(r"\w[\w.+@,-]*", text, re.ASCII):  # files are named after the job
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a word of letters, digits and _.+@,-")
-    return text
+    return read
 
 
 def _script(
@@ -313,6 +283,11 @@ def _pbs_requests(options: argparse.Namespace, name: str, log: str, indices: str
 
 
 def _parser() -> Parser:
+    gpus = r"(?:[\w.-]+:)?[1-9]\d*"
+    gpus_option = _matching(f"{gpus}(?:,{gpus})*", "a whole number, 1 or more, such as 4 (for Slurm also a100:4)")
+    time_limit = r"(?!0+:00:00)\d+:[0-5]\d:[0-5]\d"
+    time_option = _matching(time_limit, "hours:minutes:seconds, more than 0, such as 01:30:00")
+    word = _matching(r"\w[\w.+@,-]*", "a word of letters, digits and _.+@,-")  # files are named after the job
     parser = Parser(
         prog="samerun submit",
         usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...] [-- options of samerun launch or app.train]",
@@ -324,7 +299,7 @@ def _parser() -> Parser:
     processes = parser.add_mutually_exclusive_group()
     processes.add_argument(
         "--gpus-per-node",
-        type=_gpus,
+        type=gpus_option,
         metavar="G",
         help="GPUs on each node, one process per GPU; for Slurm also with a type, such as a100:4",
     )
@@ -334,11 +309,11 @@ def _parser() -> Parser:
     parser.add_argument("--cpus-per-node", type=positive, metavar="C", help="CPUs on each node (default: Slurm all of them, "
         "PBS the site's default)")  # fmt: skip
     parser.add_argument(
-        "--time", type=_time_limit, required=True, metavar="HH:MM:SS", help="time limit of the job, or of each task of an array"
+        "--time", type=time_option, required=True, metavar="HH:MM:SS", help="time limit of the job, or of each task of an array"
     )
-    parser.add_argument("--account", type=_word, metavar="A", help="account to charge")
-    parser.add_argument("--partition", type=_word, metavar="Q", help="partition or queue")
-    parser.add_argument("--job-name", type=_word, metavar="J", help="job name (default: the recipe's name)")
+    parser.add_argument("--account", type=word, metavar="A", help="account to charge")
+    parser.add_argument("--partition", type=word, metavar="Q", help="partition or queue")
+    parser.add_argument("--job-name", type=word, metavar="J", help="job name (default: the recipe's name)")
     parser.add_argument("--scheduler", choices=_SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
     resolved.add_run_options(parser)
     parser.add_argument(

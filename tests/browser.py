@@ -6,7 +6,6 @@ and 4 (out) of the browser.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -64,8 +63,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
 
-    def look(self, page: Path, expression: str, *, width: int = 390, scripts: bool = True, picture: Path | None = None) -> Seen:
-        """Load a file into a window so wide, and return what `expression` is there; take a picture of all of it if asked to."""
+    def look(self, page: Path, expression: str, *, width: int = 390, scripts: bool = True) -> Seen:
+        """Load a file into a window so wide, and return what `expression` is there."""
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 600)
         self._ask("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._events.clear()
@@ -73,9 +72,6 @@ class Browser:
         self._await("Page.loadEventFired")
         found = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
-        if picture:
-            shot = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
-            picture.write_bytes(base64.b64decode(shot["data"]))
         told = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed"}
         asked = [event["params"]["request"]["url"] for event in self._events if event["method"] == "Network.requestWillBeSent"]
         return Seen(

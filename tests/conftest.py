@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import settings
 from installation import installed  # noqa: F401 - a fixture
-from processes import end_warm, train
+from processes import end_warm, losses, train
 from refusals import refused  # noqa: F401 - a fixture
 from saved import small_disk  # noqa: F401 - a fixture
-from slurm_lab import RECIPE, STEPS, losses
+from slurm_lab import RECIPE, STEPS
 
 # By the time that they take.
 LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
@@ -115,22 +115,20 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image folder."""
-    from packed import write_folder  # torchvision, and the libraries of the containers: 2 s that most tests do not need
+    from image_sources import write_folder  # torchvision and the libraries of the containers: 2 s that most tests do not need
 
-    root = tmp_path_factory.mktemp("pictures")
-    write_folder(root)
-    return root
+    return write_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="session")
-def packed(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same pictures in every container."""
-    from packed import FORMATS, pack
+def containers(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same images in every container."""
+    from image_sources import FORMATS, pack
 
-    root = tmp_path_factory.mktemp("packed")
-    return {source: pack(pictures, root / source, source) for source in FORMATS}
+    root = tmp_path_factory.mktemp("containers")
+    return {source: pack(image_folder, root / source, source) for source in FORMATS}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

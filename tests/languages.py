@@ -19,6 +19,8 @@ def save_network(folder: Path, architecture: str = "llama", **settings: Any) -> 
 
     own = {
         "llama": {"intermediate_size": 128, "num_key_value_heads": 2},
+        "bert": {"intermediate_size": 64},
+        "mixtral": {"intermediate_size": 64, "num_key_value_heads": 4},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 256},  # dropout is no part of this
     }[architecture]
     config = AutoConfig.for_model(architecture, **{**TINY, **own, "bos_token_id": None, "eos_token_id": None, **settings})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from processes import Running, Started
 
-from app.files.lines import Lines
+from app.files.text_files import Lines
 
 
 def last_step(run_dir: Path) -> int:

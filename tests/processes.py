@@ -142,11 +142,8 @@ def accelerate(preset: str | Path, *options: str, target: tuple[str, ...], proce
 
 
 def last_of_each(words: Iterable[str]) -> tuple[str, ...]:
-    """The words, of which the last `key=value` and option counts: the application refuses one that is given twice."""
+    """The words, of which the last `key=value` counts: the application refuses a key that is given twice."""
     given = list(words)
-    for option in ("--recipe", "--run-dir", "--trackers", "--resume", "--hang-timeout", "--workers"):
-        for at in [index for index, word in enumerate(given) if word == option][-2::-1]:
-            del given[at : at + 2]
     last = {word.partition("=")[0]: index for index, word in enumerate(given) if "=" in word}
     return tuple(
         word
@@ -285,6 +282,11 @@ def train(
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run_dir: Path, name: str = "loss") -> list[Any]:
+    """A value of each line of metrics.jsonl."""
+    return [line[name] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def captured(path: str) -> dict[str, str]:

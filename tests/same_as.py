@@ -5,9 +5,7 @@
     make same-as BASE=main ARGS=--recipes         every shipped recipe on generated files
 
 Losses, gradient norms, learning rates, sample numbers (the ledger's digests) and final weights must be equal bit for bit;
-evaluations to 1e-12, which leaves the order of additions free. No samples are held out for validation; a base that had no
-validation split looked at the test split on the way, so the test scores of the end alone are compared with its own. The exit
-code is 1 if anything differs or does not run.
+evaluations to 1e-12, which leaves the order of additions free. The exit code is 1 if anything differs or does not run.
 
 This is for changes that shall change no result. It uses what users use, so that both trees may look different inside: the
 presets, `-m app.train`, `samerun export`, recipe keys, and the files of run folders. Users' tasks are those of each tree's own
@@ -33,7 +31,19 @@ from pathlib import Path
 
 from generated import keys_of
 from outcomes import Facts, differences, facts, tensors
-from processes import ALONE, ONE_THREAD, REPOSITORY, SCRIPTS, Warm, clean_environment, free_port, python_path, read
+from processes import (
+    ALONE,
+    ONE_THREAD,
+    REPOSITORY,
+    SCRIPTS,
+    Warm,
+    captured,
+    clean_environment,
+    free_port,
+    last_of_each,
+    python_path,
+    read,
+)
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 STEPS = 10
@@ -60,10 +70,6 @@ SUBMITTED = {
     "a sweep": ("--array", "optim.clip_norm=0.5,1;seed=0,1", *JOB),
 }
 SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2", "hsdp")
-RENAMED = {"train.dtype": "model.dtype", "augment.label_smoothing": "train.label_smoothing"}
-"""Keys of the cases that an earlier base has under another name."""
-VALIDATION = ("train.validation_fraction", "data.validation_split")
-"""Keys that a base has not which had no validation split."""
 EVALUATION_TOLERANCE = 1e-12
 """Relative to the larger of 1 and the number."""
 
@@ -119,16 +125,9 @@ def cases_of_recipes(folder: Path) -> list[Case]:
     names = sorted(path.stem for path in (REPOSITORY / "app").rglob("shipped/*.yaml"))
     assert len(names) >= 6, names
     data = {name: keys_of(name, folder) for name in names}
-    data["imagenet_resnet50"] += ("data.validation_split=null", "data.test_split=val")  # as it was of old
     few = ("train.steps=3", "train.global_batch_size=8", *OFTEN)
     return [
-        Case(
-            name=name,
-            preset=preset,
-            processes=processes,
-            keys=data[name],
-            base=("--recipe", name, *few),
-        )
+        Case(name=name, preset=preset, processes=processes, keys=data[name], base=("--recipe", name, *few))
         for name in names
         for preset, processes in (("cpu", 1), ("multi_gpu", 2))
     ]
@@ -179,10 +178,10 @@ class DryRun:
 def dry_runs() -> list[DryRun]:
     """`samerun launch` in captured jobs of Slurm and PBS, and the scripts of `samerun submit`."""
     launch = ("launch", "--dry-run", "--preset", "fsdp2", "--recipe", "digits", "optim.lr=0.002")
-    runs = [DryRun(name=f"slurm {name}", words=launch, environment=captured(f"slurm/{name}")) for name in SLURM_JOBS]
+    runs = [DryRun(name=f"slurm {name}", words=launch, environment=job_environment(f"slurm/{name}")) for name in SLURM_JOBS]
     for name in PBS_JOBS:
         there = {"PBS_NODEFILE": str(ENVIRONMENTS / f"pbs/nodefile-{name}.txt")}
-        runs.append(DryRun(name=f"pbs {name}", words=launch, environment={**captured(f"pbs/{name}-batch"), **there}))
+        runs.append(DryRun(name=f"pbs {name}", words=launch, environment={**job_environment(f"pbs/{name}-batch"), **there}))
     return runs + [
         DryRun(name=f"{scheduler} {name}", words=("submit", "--scheduler", scheduler, "--dry-run", *words))
         for scheduler in ("slurm", "pbs")
@@ -190,11 +189,10 @@ def dry_runs() -> list[DryRun]:
     ]
 
 
-def captured(name: str) -> dict[str, str]:
+def job_environment(name: str) -> dict[str, str]:
     """What a scheduler gave a real job as its environment."""
-    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
-    pairs = [line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")]
-    return {name: value for name, value in pairs if name.startswith(("SLURM", "PBS", "CUDA", "OMP_", "NCPUS"))}
+    own = ("SLURM", "PBS", "CUDA", "OMP_", "NCPUS")
+    return {name: value for name, value in captured(name).items() if name.startswith(own)}
 
 
 def every_case() -> list[Case | DryRun]:
@@ -224,7 +222,7 @@ class Side:
         weights = {"weights": run_dir / "model.safetensors"}
         if "train.ema_decay" in " ".join(case.keys):
             raw = weights["weights not averaged"] = self.folder / f"{number}.safetensors"
-            command = (self._samerun(), "export", str(run_dir), "--weights", "raw", "--out", str(raw))
+            command = ("launch.cli", "export", str(run_dir), "--weights", "raw", "--out", str(raw))
             self.warm.start(command, [self._environment()]).wait().check()
         return facts(run_dir) | {name: tensors(path) for name, path in weights.items()}
 
@@ -232,15 +230,13 @@ class Side:
         # Ranks that torchrun started met in its store, which went with it.
         meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         ranks = [{**variables, **(meeting if "RANK" in variables else {})} for variables in self._launched(case)]
-        given = {key.partition("=")[0]: key for key in (*case.base, *case.keys) if "=" in key}
-        last = {key: self._spelt(given[key]) for key in given if key in self._keys or key not in VALIDATION}
-        words = [str(self.root / word) if word.startswith("examples/") else word for word in case.base if "=" not in word]
-        command = ("app.train", *words, "--trackers", "none", "--run-dir", str(run_dir), *more, *last.values())
+        words = [str(self.root / word) if word.startswith("examples/") else word for word in (*case.base, *case.keys)]
+        command = ("app.train", "--trackers", "none", "--run-dir", str(run_dir), *more, *last_of_each(words))
         self.warm.start(command, ranks).wait().check()
 
     def _printed(self, case: DryRun) -> Facts:
         """What a dry run prints, without the names of this tree and the time of day."""
-        command = [sys.executable, "-m", self._samerun(), *case.words]
+        command = [sys.executable, "-m", "launch.cli", *case.words]
         environment = {**self._environment(), **case.environment}
         finished = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
@@ -263,34 +259,9 @@ class Side:
             self._environments[key] = [read(folder / f"{rank}.json") for rank in range(case.processes)]
         return self._environments[key]
 
-    def _spelt(self, key_and_value: str) -> str:
-        """`key=value` with the name that the key has in this tree."""
-        key, _, value = key_and_value.partition("=")
-        return f"{key if key in self._keys else RENAMED.get(key, key)}={value}"
-
-    @property
-    def looks_at_validation(self) -> bool:
-        """Whether this tree has a validation split."""
-        return set(VALIDATION) <= self._keys
-
-    @functools.cached_property
-    def _keys(self) -> set[str]:
-        """The keys of a recipe, as this tree's `--help` lists them."""
-        command = [sys.executable, "-m", "app.train", "--help"]
-        shown = subprocess.run(
-            command, cwd=self.root, env=self._environment(), check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        return set(re.findall(r"^ +([\w.]+)=", shown, re.MULTILINE))
-
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(root=self.root), "SAMERUN_CACHE": str(self.folder / "cache")}
         return {**clean_environment(), **ONE_THREAD, **own}
-
-    def _samerun(self) -> str:
-        """The module behind the `samerun` command of this tree."""
-        found = re.search(r'^samerun = "([\w.]+):', (self.root / "pyproject.toml").read_text(), re.MULTILINE)
-        assert found, f"{self.root}/pyproject.toml has no command samerun"
-        return found[1]
 
 
 COLUMNS = {"losses": 0.0, "rates": 0.0, "samples": 0.0, "weights": 0.0, "weights not averaged": 0.0,
@@ -339,16 +310,7 @@ def compare(sides: Sequence[Side], cases: Sequence[Case | DryRun]) -> int:
     show(["case", "preset", "processes", *COLUMNS])
     differing = 0
     pools = [ThreadPoolExecutor(1) for _ in sides]
-    at_end = not all(side.looks_at_validation for side in sides)
-
-    def run(side: Side, case: Case | DryRun, number: int) -> Facts:
-        found = side.run(case, number)
-        if isinstance(case, DryRun):
-            return found
-        tested = {name: value for name, value in found["evaluations"].items() if name.startswith("test_")}
-        return found | {"evaluations": tested} if at_end else found
-
-    results = [[pool.submit(run, side, case, number) for pool, side in zip(pools, sides, strict=True)]
+    results = [[pool.submit(side.run, case, number) for pool, side in zip(pools, sides, strict=True)]
                for number, case in enumerate(cases)]  # fmt: skip
     try:
         for case, both in zip(cases, results, strict=True):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoints.manifest import FileEntry
-from app.checkpoints.step_folders import begin, commit, write_pieces
+from app.checkpoints.step_folders import FileEntry, begin, commit, write_pieces
 from app.errors import CheckpointError
 from app.init.region import Piece, Region
 from app.runs.claim import claim

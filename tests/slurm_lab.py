@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, Finished, Started, read, read_lines
+from processes import REPOSITORY, Finished, Started, losses, read
 
 _SCRIPT = REPOSITORY / "tests" / "slurm-lab"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv", "pkill")
@@ -124,10 +124,6 @@ def up(folder: Path, *, nodes: int, gpus_per_node: int, owner: int) -> None:
     command = [_SCRIPT, "up", folder, str(nodes), str(gpus_per_node), str(owner)]
     finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120)
     assert finished.returncode == 0, finished.stderr
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def assert_ran(run_dir: Path, hosts: list[str], alone: list[float], output: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation and the average of the weights against what is written out by hand, in one process."""
+"""Evaluation against what is written out by hand, in one process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.checkpoints.sharded_state import Shards, WeightAverage
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import DataError
 from app.evaluation import evaluate
-from app.optim import parameter_groups
-from app.recipe.batching import BatchPlan
-from app.recipe.schema import OptimRecipe
+from app.recipe.schema import BatchPlan
 from app.task import Form
 from app.tasks.image_classification.sections import Sections
 from app.tasks.image_classification.task import ImageClassification
@@ -59,7 +56,7 @@ def test_scores_are_those_written_out_by_hand(runtime: Runtime, size: int) -> No
     assert found.scores["top5_accuracy"] == pytest.approx((ranks < 5).mean())
     assert found.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
     assert found.as_metrics() == {f"test_{name}": score for name, score in found.scores.items()}
-    (of_class,) = found.as_tables().values()
+    (of_class,) = found.tables.values()
     for label in range(CLASSES - 1):
         assert of_class[str(label)] == pytest.approx((ranks[truth == label] == 0).mean())
     assert of_class[str(CLASSES - 1)] is None
@@ -74,25 +71,3 @@ def test_a_sample_too_few_or_too_many_is_noticed(runtime: Runtime) -> None:
     for size in (4, 6):
         with pytest.raises(DataError, match=f"counted 5 samples of a data set of {size}"):
             evaluate(runtime, task(), model, batches(images, labels, 2), split="test", size=size, form=Form())
-
-
-def test_the_average_is_the_one_written_out_by_hand(runtime: Runtime) -> None:
-    torch.manual_seed(0)
-    module = torch.nn.Linear(4, 3)
-    expected = {name: weights.detach().double().clone() for name, weights in module.named_parameters()}
-    model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(OptimRecipe(lr=0.1), module))
-    average = WeightAverage(Shards(runtime.accelerator, model, optimizer), decay=0.75)
-    for _ in range(5):
-        runtime.accelerator.backward(model(torch.randn(2, 4)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update()
-        for name, weights in module.named_parameters():
-            expected[name] = 0.75 * expected[name] + 0.25 * weights.detach().double()
-    own = {name: weights.detach().clone() for name, weights in module.named_parameters()}
-    with average.applied():
-        for name, weights in module.named_parameters():
-            torch.testing.assert_close(weights.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
-            assert not torch.equal(weights, own[name])
-    for name, weights in module.named_parameters():
-        assert torch.equal(weights, own[name])

@@ -12,7 +12,7 @@ Event = dict[str, Any]
 
 
 def load(path: Path) -> list[Event]:
-    """The events of a trace, which are well-formed, nest, are named and connected."""
+    """The events of a trace, which are well-formed, nest and are named."""
     with gzip.open(path, "rt") as file:
         events: list[Event] = json.load(file)["traceEvents"]
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -24,42 +24,22 @@ def load(path: Path) -> list[Event]:
         assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"] and isinstance(event["args"], dict)), event
         assert event["ph"] == "M" or (event["pid"], event["tid"]) in named, event
     _check_nesting(events)
-    _check_arrows(events)
     return events
 
 
-def _slices(events: list[Event]) -> dict[int, list[tuple[int, int]]]:
-    """Begin and end in nanoseconds of what took time, by thread, outer before inner."""
-    slices = defaultdict(list)
+def _check_nesting(events: list[Event]) -> None:
+    slices: dict[int, list[tuple[int, int]]] = defaultdict(list)  # begin and end in nanoseconds, by thread
     for event in events:
         if event["ph"] == "X":
             begin_ns = round(event["ts"] * 1000)
             slices[event["tid"]].append((begin_ns, begin_ns + round(event["dur"] * 1000)))
-    return {tid: sorted(spans, key=lambda span: (span[0], -span[1])) for tid, spans in slices.items()}
-
-
-def _check_nesting(events: list[Event]) -> None:
-    for tid, spans in _slices(events).items():
+    for tid, spans in slices.items():
         stack: list[int] = []
-        for begin_ns, end_ns in spans:
+        for begin_ns, end_ns in sorted(spans, key=lambda span: (span[0], -span[1])):
             while stack and stack[-1] <= begin_ns:
                 stack.pop()
             assert not stack or end_ns <= stack[-1], (tid, begin_ns, end_ns, stack)
             stack.append(end_ns)
-
-
-def _check_arrows(events: list[Event]) -> None:
-    ends: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    slices = _slices(events)
-    for event in events:
-        if event["ph"] in ("s", "f"):
-            ends[event["id"], event["cat"]].append(event)
-            at_ns = round(event["ts"] * 1000)
-            assert any(begin_ns <= at_ns <= end_ns for begin_ns, end_ns in slices[event["tid"]]), f"nothing there: {event}"
-    for begin, *rest in ends.values():
-        assert [begin["ph"], *(end["ph"] for end in rest)] == ["s"] + ["f"] * max(1, len(rest)), (begin, rest)
-        assert len({(end["name"], end["cat"]) for end in (begin, *rest)}) == 1
-        assert all(end["bp"] == "e" and end["ts"] >= begin["ts"] for end in rest)
 
 
 def processes(events: list[Event]) -> list[str]:

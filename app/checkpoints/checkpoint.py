@@ -22,16 +22,15 @@ import torch
 
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
-from app.checkpoints.manifest import FROZEN, FileEntry
 from app.checkpoints.sharded_state import Shards
-from app.checkpoints.step_folders import Reader
+from app.checkpoints.step_folders import FROZEN, FileEntry, Reader
 from app.checkpoints.tensor_file import Content
 from app.distributed.agreement import Ranks
+from app.distributed.control import Patience, is_better
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, SamerunError
 from app.evaluation import Evaluation
-from app.guard.control import Patience, is_better
 from app.init import model_tensors
 from app.init.region import AVERAGE, WEIGHT, Piece
 from app.metrics.metrics import Metrics
@@ -200,7 +199,15 @@ class Checkpoints:
         claim, is_main, final = self._claim, self._runtime.is_main, files.path_of(self._claim.path, step)
         is_saved = self.written == final
         try:
-            folder = final if is_saved else self._write_weights(step)
+            if not is_saved:
+                self._runtime.average_buffers(self._shards.model)
+                key = WEIGHT if self._shards.averages is None else AVERAGE
+                entries = self._write_pieces(self._runtime, step, [it for it in self._shards.owned_pieces() if it.key == key])
+                with self._runtime.together():
+                    if is_main:
+                        state, buffers = {"step": step}, self._shards.buffers()
+                        files.commit(claim, step, entries, state=state, buffers=buffers, frozen=self._frozen, rename=False)
+            folder = final if is_saved else files.temporary_of(claim, step)
             with self._runtime.together():
                 reader = Reader(folder, run_dir=claim.path) if is_main else None
             yield reader.contents(reader.finished_key()) if reader else {}
@@ -208,16 +215,6 @@ class Checkpoints:
             if is_main and not is_saved:
                 with suppress(SamerunError):  # the next start removes the folder
                     files.discard(claim, files.temporary_of(claim, step))
-
-    def _write_weights(self, step: int) -> Path:
-        self._runtime.average_buffers(self._shards.model)
-        key = WEIGHT if self._shards.averages is None else AVERAGE
-        entries = self._write_pieces(self._runtime, step, [it for it in self._shards.owned_pieces() if it.key == key])
-        with self._runtime.together():
-            if self._runtime.is_main:
-                state, buffers = {"step": step}, self._shards.buffers()
-                files.commit(self._claim, step, entries, state=state, buffers=buffers, frozen=self._frozen, rename=False)
-        return files.temporary_of(self._claim, step)
 
     def restore(self, folder: Path) -> None:
         """Load the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
@@ -316,8 +313,7 @@ def check_same_run(
     defaults = recipe_file.flat(recipe_file.build({"task": recipe.task}))  # of keys that are newer than the checkpoint
     before, now = {**defaults, **state["recipe"]}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
-        if "task" in values:
-            values["task"] = task_file.name_of(values["task"])
+        values["task"] = task_file.name_of(values["task"])
     may_change = recipe_file.not_learnt(recipe.task) | recipe_file.places(recipe.task) | _LENGTH
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING

@@ -23,7 +23,7 @@ from app.distributed import handshake
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, did_you_mean
-from app.files import paths
+from app.files import text_files
 from app.init import model_tensors
 from app.init.region import Region
 from app.optim import parameter_groups
@@ -60,7 +60,7 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
             place = published(name.removeprefix(PUBLISHED), download=False)
     else:
         with runtime.together():
-            source = Path(paths.filled_in("train.init_from", recipe.init_from))
+            source = Path(text_files.filled_in("train.init_from", recipe.init_from))
         file = source if source.is_file() else stored_weights.in_folder(source)
         found = runtime.from_main(file) or checkpoint.find(runtime, source)
         if found is None:

@@ -7,7 +7,15 @@
     RUN/frozen/SHA256.safetensors   the parameters that are not trained: one file for all checkpoints, which name it
 
 Nothing in them depends on how many ranks wrote them or how tensors were sharded: a range is read from the ranges that
-contain it. The steps of a save; a kill at any moment leaves the older checkpoints unchanged:
+contain it. The manifest:
+
+    {"format": 1, "files": {FILE: {"bytes": ..., "sha256": ...}},
+     "tensors": {KEY: {PARAMETER: {"shape": [...], "dtype": "F32", "ranges": [[START, STOP, FILE], ...]}}}, "sha256": ...}
+
+In the file FILE the elements START to STOP - 1 of the flattened tensor are the tensor `KEY/PARAMETER@START`. Columns are ranges
+[START, STOP, FILE, RUN, STRIDE]: of these elements the first RUN of every STRIDE. A manifest that has such is of format 2.
+
+The steps of a save; a kill at any moment leaves the older checkpoints unchanged:
 
     begin          one process; an empty folder in the place of the start (app/runs/claim.py), removed with it after a kill
     write_pieces   every rank, once begin has returned
@@ -20,20 +28,21 @@ Any error of the disk is a CheckpointError.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import manifest, tensor_file
-from app.checkpoints.manifest import BUFFERS, FROZEN, STATE, FileEntry, TensorEntry, tensor_name
+from app.checkpoints import tensor_file
 from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
-from app.files.lines import is_count, parsed
+from app.files.text_files import parsed
 from app.init.region import AVERAGE, WEIGHT, Piece, Region
 from app.runs.claim import Claim
 
@@ -41,6 +50,149 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = "checkpoints"
+FORMAT, WITH_COLUMNS = 1, 2
+MANIFEST, STATE, BUFFERS = "manifest.json", "state.json", "buffers.safetensors"
+FROZEN = "frozen"
+"""The key of parameters that are not trained, and the folder of their file."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The location of a tensor."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """Safetensors' name of the dtype."""
+    ranges: list[tuple[Region, str]]
+    """Elements and file, sorted by the first element; in a manifest they cover each element once."""
+
+    def problem(self) -> str | None:
+        """Return the first problem of the ranges, if any."""
+        size, count = prod(self.shape), 0
+        open_yet: list[Region] = []  # which the next range can overlap
+        for region, file in self.ranges:
+            open_yet = [other for other in open_yet if other.end > region.start]
+            for other in open_yet:
+                if both := next(region.overlaps(other), None):
+                    return f"elements {both.start} to {both.end - 1} are in two files, one of them {file}"
+            open_yet.append(region)
+            count += region.count
+            if region.end > size:
+                return f"it has {size} elements, and {file} has more"
+        return f"{size - count} of its {size} elements are missing from all files" if count < size else None
+
+
+Tensors = dict[str, dict[str, TensorEntry]]
+"""The location of each tensor, by key and parameter name."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file that a rank wrote; small, to be gathered from all ranks for `commit`."""
+
+    file: str
+    stamp: Stamp
+    tensors: Tensors
+    """The ranges of each tensor in the file."""
+
+
+def tensor_name(key: str, name: str, start: int) -> str:
+    """Return the name, inside a file, of the elements from `start` of a tensor."""
+    return f"{key}/{name}@{start}"
+
+
+def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
+    """Return the location of each tensor of the checkpoint `final`, from the files of all ranks.
+
+    Sorts, and then compares neighbors: n log n in the number of ranges. Raises CheckpointError if the ranges do not cover
+    each tensor exactly once, or if ranks differ in a shape or dtype.
+    """
+    tensors: Tensors = {}
+    for entry in entries:
+        for key, name, part in each(entry.tensors):
+            stored = tensors.setdefault(key, {}).setdefault(name, TensorEntry(part.shape, part.dtype, []))
+            stored.ranges.extend(it for it in part.ranges if it[0].count)
+            if (stored.shape, stored.dtype) != (part.shape, part.dtype):
+                raise CheckpointError(
+                    f"{final} cannot be written: {key} of {name} is {stored.dtype} {stored.shape} on one rank and "
+                    f"{part.dtype} {part.shape} in {entry.file}. Earlier checkpoints are unchanged."
+                )
+    for key, name, stored in each(tensors):
+        stored.ranges.sort(key=lambda part: (part[0].start, part[1]))
+        if problem := stored.problem():
+            raise CheckpointError(f"{final} cannot be written: {key} of {name}: {problem}. Earlier checkpoints are unchanged.")
+    return tensors
+
+
+def each(tensors: Tensors) -> Iterator[tuple[str, str, TensorEntry]]:
+    """Yield each tensor with its key and its name."""
+    return ((key, name, stored) for key, names in tensors.items() for name, stored in names.items())
+
+
+def to_bytes(stamps: Mapping[str, Stamp], tensors: Tensors) -> bytes:
+    """Return the content of the manifest's file."""
+    has_columns = any(region.runs > 1 for _, _, stored in each(tensors) for region, _ in stored.ranges)
+    entries: dict[str, dict[str, Any]] = {}
+    for key, name, it in each(tensors):
+        ranges = [[at.start, at.end, file, *([] if at.runs == 1 else [at.run, at.stride])] for at, file in it.ranges]
+        entries.setdefault(key, {})[name] = {"shape": it.shape, "dtype": it.dtype, "ranges": ranges}
+    content = {
+        "format": WITH_COLUMNS if has_columns else FORMAT,
+        "files": {file: {"bytes": stamp.size_bytes, "sha256": stamp.sha256} for file, stamp in stamps.items()},
+        "tensors": entries,
+    }
+    return _sealed(json.dumps(content).encode())
+
+
+def _from_json(start: int, stop: int, file: str, run: int = 0, stride: int = 0) -> tuple[Region, str]:
+    if not stride:
+        return Region.flat(start, stop - start), file
+    return Region.made(start, ((stop - start - run) // stride + 1) * run, run, stride), file
+
+
+def _sealed(content: bytes) -> bytes:
+    """Append the SHA-256 of a JSON object to it as its last entry, so that a change of any byte is found."""
+    return content[:-1] + b', "sha256": "' + hashlib.sha256(content).hexdigest().encode() + b'"}\n'
+
+
+_SEAL_BYTES = len(_sealed(b"{}")) - 1
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
+    """Return the files of a checkpoint and the location of each tensor.
+
+    Raises CheckpointError if the manifest is missing, has changed, is of another version, or names files elsewhere.
+    """
+    path = folder / MANIFEST
+    with disk_errors(path, "read"):
+        try:
+            raw = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
+    if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
+        raise CheckpointError(f"{path} is truncated or has changed since it was written, so its checkpoint cannot be used.")
+    try:
+        content = parsed(raw)
+        if content["format"] not in (FORMAT, WITH_COLUMNS):
+            raise ValueError(f"it has format {content['format']}, and this version reads formats {FORMAT} and {WITH_COLUMNS}")
+        stamps = {file: Stamp(it["bytes"], it["sha256"]) for file, it in content["files"].items()}
+        for file in stamps:
+            inside = file.removeprefix(f"{FROZEN}/")
+            if inside in ("", "..") or inside != PurePosixPath(inside).name:
+                raise ValueError(f"it names {file!r}, which is not in its folder")
+        tensors: Tensors = {}
+        for key, names in content["tensors"].items():
+            for name, it in names.items():
+                ranges = sorted(_from_json(*part) for part in it["ranges"])
+                tensors.setdefault(key, {})[name] = TensorEntry(tuple(it["shape"]), it["dtype"], ranges)
+        unknown = {STATE, BUFFERS, *(file for *_, it in each(tensors) for _, file in it.ranges)} - stamps.keys()
+        if unknown:
+            raise ValueError(f"its list of files lacks {sorted(unknown)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path} is not a manifest that this version reads: {why}. It cannot be used.") from error
+    return stamps, tensors
 
 
 # Writing ---------------------------------------------------------------------------------------------------------------------
@@ -76,7 +228,7 @@ def write_pieces(
     They are copied to the CPU and written in chunks of CHUNK_BYTES, before each of which `on_chunk` is called.
     """
     file = f"rank-{rank:05d}.safetensors"
-    tensors: manifest.Tensors = {}
+    tensors: Tensors = {}
     written: dict[str, torch.Tensor] = {}
     for piece in pieces:
         inside = tensor_name(piece.key, piece.name, piece.region.start)
@@ -134,7 +286,7 @@ def commit(
     """
     folder, final = temporary_of(claim, step), path_of(claim.path, step)
     shared = [frozen] if frozen else []
-    tensors = manifest.put_together(final, [*entries, *shared])
+    tensors = put_together(final, [*entries, *shared])
     for entry in entries:
         try:
             check_stamp(folder / entry.file, entry.stamp, size_alone=True)
@@ -146,7 +298,7 @@ def commit(
     stamps = {entry.file: entry.stamp for entry in (*entries, *shared)}
     stamps[BUFFERS] = tensor_file.write(folder / BUFFERS, contents(buffers))
     stamps[STATE] = write_chunks(folder / STATE, [json.dumps(state, indent=2).encode() + b"\n"])
-    write_chunks(folder / manifest.MANIFEST, [manifest.to_bytes(stamps, tensors)])
+    write_chunks(folder / MANIFEST, [to_bytes(stamps, tensors)])
     with disk_errors(final, "written"):
         sync(folder)
         if not rename:
@@ -180,7 +332,7 @@ def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None =
 
 def is_checkpoint(place: Path) -> bool:
     """Return whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
-    return place.parent.name == FOLDER or (place / manifest.MANIFEST).exists()
+    return place.parent.name == FOLDER or (place / MANIFEST).exists()
 
 
 def committed(run_dir: Path) -> list[Path]:
@@ -224,37 +376,10 @@ def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
 
     With `part` (i, n) check the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole.
     """
-    stamps, tensors = manifest.read(folder)
+    stamps, _ = read_manifest(folder)
     index, count = part
-    mine = sorted(stamps)[index::count]
-    named: dict[str, list[tuple[str, str, int]]] = {file: [] for file in mine}
-    for key, name, stored in manifest.each(tensors):
-        for region, file in stored.ranges:
-            if file in named:
-                named[file].append((tensor_name(key, name, region.start), stored.dtype, region.count))
-    for file in mine:  # one open file at a time: a run of many ranks has more files than a process can open
+    for file in sorted(stamps)[index::count]:
         check_stamp(place_of(folder, file), stamps[file])
-        if named[file] or file == BUFFERS:
-            opened = TensorFile(place_of(folder, file))
-            for wanted in named[file]:
-                opened.check(*wanted)
-    if STATE in mine:
-        _state(folder, stamps)
-
-
-def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
-    path = folder / STATE
-    check_stamp(path, stamps[STATE])
-    with disk_errors(path, "read"):
-        content = path.read_bytes()
-    try:
-        found: dict[str, Any] = parsed(content)
-        if not is_count(found["step"]):
-            raise ValueError(f"its step is {found['step']}")
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{path} is not the state of a run: {why}. Its checkpoint cannot be used.") from error
-    return found
 
 
 class Reader:
@@ -266,10 +391,12 @@ class Reader:
     def __init__(self, folder: Path, *, run_dir: Path | None = None) -> None:
         """`run_dir` is the run folder of a checkpoint that is not in it, as in `place_of`."""
         self.folder, self._run_dir = folder, run_dir
-        self._stamps, self._tensors = manifest.read(folder)
+        self._stamps, self._tensors = read_manifest(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
-        self.state = _state(folder, self._stamps)
+        check_stamp(folder / STATE, self._stamps[STATE])
+        with disk_errors(folder / STATE, "read"):
+            self.state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
 
     def keys(self) -> list[str]:
         """Return the keys of the tensors of trained parameters: "weight", "exp_avg", ..."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from app.errors import CheckpointError
 from app.files import atomic_files
 from app.files.atomic_files import Stamp, disk_errors
-from app.files.lines import is_count, parsed
+from app.files.text_files import is_count, parsed
 from app.init.region import Region
 
 if TYPE_CHECKING:
@@ -76,11 +76,6 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, _DTYPES[dtype][0])
     return found
-
-
-def is_known(dtype: Any) -> bool:
-    """Return whether this is the name of a dtype that can be read."""
-    return isinstance(dtype, str) and dtype in _DTYPES
 
 
 def size_bytes(content: Content) -> int:
@@ -142,7 +137,7 @@ class TensorFile:
             self.dtypes: dict[str, str] = {name: it["dtype"] for name, it in header.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
             self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
-            unknown = {dtype for dtype in self.dtypes.values() if not is_known(dtype)}
+            unknown = set(self.dtypes.values()) - _DTYPES.keys()
             for name, (first, end) in self._offsets.items() if not unknown else ():
                 counts = all(map(is_count, (first, end, *self.shapes[name])))
                 if not counts or end - first != prod(self.shapes[name]) * self._item_bytes(name):
@@ -153,11 +148,6 @@ class TensorFile:
             raise CheckpointError(f"{path} has tensors of {unknown}, which cannot be read; supported: {', '.join(_DTYPES)}.")
         if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
             raise self._broken(f"it has {size_bytes} bytes, which is not the size in its header")
-
-    def check(self, name: str, dtype: str, count: int) -> None:
-        """Raise CheckpointError if the file has no tensor with this name, dtype and number of elements."""
-        if self.dtypes.get(name) != dtype or prod(self.shapes[name]) != count:
-            raise self._broken(f"it has no {name} of {count} elements of {dtype}")
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytearray]:
         """Yield the bytes of the elements start .. stop - 1 of a flattened tensor, in chunks of whole elements."""

@@ -1,1 +1,1 @@
-"""Checks of machines."""
+"""Checks of machines, data and runs: `samerun doctor`, `data`, `parity` and `verify`."""

@@ -14,7 +14,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +60,19 @@ class Answer:
     """How it is wrong beyond rounding; empty if it is not."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A wrong result on one rank."""
+class Fault(NamedTuple):
+    """Something that is wrong."""
 
-    rank: int
     host: str
+    """Node to exclude."""
     text: str
-    layer: str
+    rank: int | None = None
+    """Rank, if only one rank has the problem."""
+    layer: str = ""
+    """Layer of the model that is computed wrongly."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.text}" if self.rank is None else f"rank {self.rank} on {self.host}: {self.text}"
 
 
 def _convolution(name: str, images: tuple[int, ...], kernels: tuple[int, ...], layer: str = "", **options: Any) -> Operation:
@@ -124,7 +129,7 @@ def check(runtime: Runtime, operations: Sequence[Operation]) -> None:
     faults = examine(runtime, [torch.bfloat16], operations)
     if not faults:
         return
-    named = [f"rank {fault.rank} on {fault.host}: {fault.text}" for fault in faults[:_MAX_FAULTS]]
+    named = list(map(str, faults[:_MAX_FAULTS]))
     if len(faults) > _MAX_FAULTS:
         named.append(f"and {len(faults) - _MAX_FAULTS} more")
     layers = ", ".join(dict.fromkeys(fault.layer for fault in faults))
@@ -153,7 +158,7 @@ def compare(ranks: Sequence[tuple[str, str, Sequence[Answer]]]) -> list[Fault]:
     than half of the ranks agree.
     """
     faults = [
-        Fault(rank, host, f"{answer.what} {answer.wrong}", answer.layer)
+        Fault(host, f"{answer.what} {answer.wrong}", rank, answer.layer)
         for rank, (host, _, answers) in enumerate(ranks)
         for answer in answers
         if answer.wrong
@@ -170,7 +175,7 @@ def compare(ranks: Sequence[tuple[str, str, Sequence[Answer]]]) -> list[Fault]:
         if not kind.startswith("cpu") and 2 * counts[usual] <= len(group):
             continue
         faults += [
-            Fault(rank, ranks[rank][0], f"{answer.what} has other bits than on rank {usual_rank}", answer.layer)
+            Fault(ranks[rank][0], f"{answer.what} has other bits than on rank {usual_rank}", rank, answer.layer)
             for rank, answer in group.items()
             if answer.digest != usual
         ]

@@ -36,19 +36,20 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Column, Table
 
 from app.checks import arithmetic
+from app.checks.arithmetic import Fault
 from app.distributed import handshake
 from app.distributed.runtime import Runtime
+from app.distributed.watchdog import Lifeline
 from app.environment.launched import Launched, read
 from app.environment.slurm_variables import own_environment
 from app.environment.topology import listed
 from app.errors import SamerunError, TopologyError, leave_with
-from app.guard.watchdog import Lifeline
 from app.options import Parser, above_zero
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
+from app.reports.past_run import print_text
+from app.reports.runs import Row, write
 
 _WARM_UPS, _REPEATS = 2, 5
 _CONNECT_S = 5.0
@@ -104,23 +105,10 @@ class Examination(NamedTuple):
 
     processes: Sequence[ProcessInfo]
     """In the order of the ranks."""
-    faults: Sequence[arithmetic.Fault] = ()
+    faults: Sequence[Fault] = ()
     """Wrong arithmetic."""
     all_reduces: Sequence[AllReduce] = ()
     """Empty for one process."""
-
-
-class Finding(NamedTuple):
-    """Something that is wrong."""
-
-    host: str
-    """Node to exclude."""
-    text: str
-    rank: int | None = None
-    """Rank, if only one rank has the problem."""
-
-    def __str__(self) -> str:
-        return f"{self.host}: {self.text}" if self.rank is None else f"rank {self.rank} on {self.host}: {self.text}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -131,25 +119,25 @@ def main(argv: list[str] | None = None) -> None:
         options = _parse(argv)
         launched = read(own_environment())
         limit = partial(time_limit, launched, options.patience)
-        hosts, findings = _check_connections(launched, limit, timeout_s=2 * options.patience)
-        if not findings:
+        hosts, faults = _check_connections(launched, limit, timeout_s=2 * options.patience)
+        if not faults:
             examination = _examine(launched, limit)
-            hosts, findings = [process.host for process in examination.processes], diagnose(examination)
+            hosts, faults = [process.host for process in examination.processes], diagnose(examination)
             if launched.rank == 0:
                 _print_examination(examination)
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
-        exclude = exclude_option(hosts, findings)
-        lines = [f"WRONG {finding}" for finding in findings]
+        exclude = exclude_option(hosts, faults)
+        lines = [f"WRONG {fault}" for fault in faults]
         lines += [f"To exclude them under Slurm: sbatch {exclude} ..."] if exclude else []
-        lines.append("nothing is wrong" if not findings else f"{len(findings)} problem{'s' if len(findings) > 1 else ''}")
-        sys.stdout.write("\n".join(lines) + "\n")
+        lines.append("nothing is wrong" if not faults else f"{len(faults)} problem{'s' if len(faults) > 1 else ''}")
+        print_text("\n".join(lines))
         sys.stdout.flush()
     if options.exit_code_file is None:
-        sys.exit(1 if findings else 0)
+        sys.exit(1 if faults else 0)
     if launched.local_rank == 0:
-        Path(options.exit_code_file).write_text("1" if findings else "0")
+        Path(options.exit_code_file).write_text("1" if faults else "0")
 
 
 @contextmanager
@@ -174,7 +162,7 @@ def time_limit(launched: Launched, seconds: float, phase: str) -> Iterator[None]
         timer.cancel()
 
 
-def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float) -> tuple[list[str], list[Finding]]:
+def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float) -> tuple[list[str], list[Fault]]:
     """Return the hosts and the problems between them. Only launchers have the store in which nodes find each other."""
     if launched.world_size == launched.local_world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return [], []
@@ -182,7 +170,7 @@ def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float
     head = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with limit("connections between nodes"):
         hosts, broken = find_broken_links(launched, head, interface=interface, timeout_s=timeout_s)
-    return hosts, [Finding(host, text) for host, text in isolated_nodes(broken, hosts).items()]
+    return hosts, [Fault(host, text) for host, text in isolated_nodes(broken, hosts).items()]
 
 
 def _examine(launched: Launched, limit: TimeLimit) -> Examination:
@@ -240,49 +228,47 @@ def _process_info(device: torch.device) -> ProcessInfo:
     return ProcessInfo(socket.gethostname(), address, device_text, name, memory_bytes, versions)
 
 
-def diagnose(examination: Examination) -> list[Finding]:
+def diagnose(examination: Examination) -> list[Fault]:
     """Return what is wrong: arithmetic, sums, and devices and versions other than on most ranks (or than on rank 0)."""
     processes = examination.processes
-    findings = [Finding(fault.host, fault.text, fault.rank) for fault in examination.faults]
+    faults = list(examination.faults)
     for each in examination.all_reduces:
         text = f"the all-reduce of {each.size_bytes} bytes gave {{}} wrong sums"
         wrong = {rank: count for rank, count in enumerate(each.wrong) if count}
-        findings += [Finding(processes[rank].host, text.format(count), rank) for rank, count in wrong.items()]
+        faults += [Fault(processes[rank].host, text.format(count), rank) for rank, count in wrong.items()]
     facts = [(process.host, {"device": process.device_name, **process.versions}) for process in processes]
     for name in dict.fromkeys(name for _, found in facts for name in found):
         values = [(host, found.get(name, "none")) for host, found in facts]
         usual, count = Counter(value for _, value in values).most_common(1)[0]
         text = f"{name} is {{}}; {count} of {len(facts)} ranks have {usual}"
-        findings += [Finding(host, text.format(value)) for host, value in dict.fromkeys(values) if value != usual]
-    return findings
+        faults += [Fault(host, text.format(value)) for host, value in dict.fromkeys(values) if value != usual]
+    return faults
 
 
-def exclude_option(hosts: Sequence[str], findings: Sequence[Finding]) -> str | None:
+def exclude_option(hosts: Sequence[str], faults: Sequence[Fault]) -> str | None:
     """Return Slurm's option to exclude the nodes with problems; None if no node has one, or every node."""
-    excluded = [host for host in dict.fromkeys(hosts) if host in {finding.host for finding in findings}]
+    excluded = [host for host in dict.fromkeys(hosts) if host in {fault.host for fault in faults}]
     return f"--exclude={','.join(excluded)}" if 0 < len(excluded) < len(set(hosts)) else None
 
 
 def _print_examination(examination: Examination) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    processes = examination.processes
-    sys.stdout.write(f"processes: {len(processes)}, nodes: {len({process.host for process in processes})}\n")
-    table = Table(Column("rank", justify="right"), "host", "address", "device", "memory free/total (GiB)")
+    processes, rows = examination.processes, list[Row]()
+    print_text(f"processes: {len(processes)}, nodes: {len({process.host for process in processes})}")
     for rank, process in enumerate(processes):
         memory = "/".join(f"{size / 2**30:.1f}" for size in process.memory_bytes) if process.memory_bytes else "unknown"
         device = " ".join(dict.fromkeys((process.device, process.device_name)))
-        table.add_row(str(rank), process.host, process.address, device, memory)
-    console.print(table)
+        row = {"rank": rank, "host": process.host, "address": process.address, "device": device}
+        rows.append({**row, "memory free/total (GiB)": memory})
+    write(rows, "table")
     if examination.all_reduces:
-        sys.stdout.write("all-reduce of float32: algbw = size / time of the slowest rank, busbw = algbw * 2(n-1)/n\n")
-        names = ("size (B)", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-        table = Table(*(Column(name, justify="right") for name in names))
+        print_text("all-reduce of float32: algbw = size / time of the slowest rank, busbw = algbw * 2(n-1)/n")
+        rows = []
         for each in examination.all_reduces:
-            figures = (f"{each.elapsed_s * 1e6:.1f}", f"{each.algbw_gb_per_s:.3f}", f"{each.busbw_gb_per_s:.3f}")
-            table.add_row(str(each.size_bytes), *figures, str(sum(each.wrong)))
-        console.print(table)
-    versions = ", ".join(f"{name} {version}" for name, version in processes[0].versions.items())
-    sys.stdout.write(f"versions of rank 0: {versions}\n")
+            row = {"size (B)": each.size_bytes, "time (us)": round(each.elapsed_s * 1e6, 1)}
+            row |= {"algbw (GB/s)": round(each.algbw_gb_per_s, 3), "busbw (GB/s)": round(each.busbw_gb_per_s, 3)}
+            rows.append({**row, "#wrong": sum(each.wrong)})
+        write(rows, "table")
+    print_text(f"versions of rank 0: {', '.join(f'{name} {version}' for name, version in processes[0].versions.items())}")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import fnmatch
 import functools
 import gzip
 import lzma
@@ -19,7 +20,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -33,35 +34,21 @@ BESIDE_FOLDERS = "next to the class folders"
 _NUMBER_OF = re.compile(r"(\d+)[-_.]of[-_.](\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
 # The `datasets` library once put a hash of its content behind the number of a shard.
-_CONTENT_HASH = re.compile(r"^-[0-9a-f]{16}(?=\.)")
+_CONTENT_HASH = re.compile(r"(?<=\d)-[0-9a-f]{16}(?=\.)")
 _NAMED, _MOST_MISSING = 5, 100_000
 
 
-class NotRead:
-    """Files and folders that are not read: how many, and the first of them, by reason."""
-
-    def __init__(self, found: Mapping[str, tuple[int, str]] | None = None) -> None:
-        self.found = dict(found or {})
-
-    def add(self, reason: str, path: str) -> None:
-        """Count a file or folder."""
-        count, first = self.found.get(reason, (0, path))
-        self.found[reason] = count + 1, first
+class NotRead(Counter[str]):
+    """Numbers of files and folders that are not read, by reason."""
 
     def add_ending(self, path: str) -> None:
         """Count a file whose ending is not read."""
-        self.add(Path(path).suffix.lower() or Path(path).name, path)
-
-    def __bool__(self) -> bool:
-        return bool(self.found)
+        self[Path(path).suffix.lower() or Path(path).name] += 1
 
     def __str__(self) -> str:
-        """Return, for example, `5 files or folders left out: 2 .txt, 1 .csv, 2 hidden, such as b.txt and a.csv`."""
-        reasons = sorted(self.found.items())
-        total = sum(count for _, (count, _) in reasons)
-        parts = listed([f"{count} {reason}" for reason, (count, _) in reasons], _NAMED)
-        examples = " and ".join(repr(first)[1:-1] for _, (_, first) in reasons[:2])
-        return f"{total} {'file or folder' if total == 1 else 'files or folders'} left out: {parts}, such as {examples}"
+        """Return, for example, `5 files or folders left out: 2 .txt, 1 .csv, 2 hidden`."""
+        total, parts = self.total(), listed([f"{count} {reason}" for reason, count in sorted(self.items())], _NAMED)
+        return f"{total} {'file or folder' if total == 1 else 'files or folders'} left out: {parts}"
 
 
 class Folder(NamedTuple):
@@ -71,12 +58,6 @@ class Folder(NamedTuple):
     """Path below the top; empty for the top itself."""
     files: list[str]
     """Names of its files, sorted. A link to nothing is one, which cannot be read."""
-    folders: list[str]
-    """Names of the folders in it, sorted."""
-    changed_ns: int
-    """Time of its last change, taken before it was read: a change while it is read gives another time."""
-    identity: tuple[int, int]
-    """Device and inode."""
 
 
 def is_hidden(name: str) -> bool:
@@ -84,54 +65,36 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def read_folder(top: Path, name: str, not_read: NotRead, *, hidden: bool = False) -> Folder:
-    """Return what one folder below `top` contains, with hidden names if `hidden`, and count the rest. Raises OSError."""
-    files, folders = [], []
-    status = (top / name).stat()
-    with os.scandir(top / name) as scan:
-        for entry in sorted(scan, key=lambda entry: entry.name):
-            path, is_folder = f"{name}/{entry.name}" if name else entry.name, _is_folder(entry)
-            if is_hidden(entry.name) and not hidden:
-                not_read.add("hidden", path)
-            elif is_folder:
-                folders.append(entry.name)
-            elif entry.is_symlink() or entry.is_file():
-                files.append(entry.name)
-            else:
-                not_read.add("neither file nor folder", path)
-    return Folder(name, files, folders, status.st_mtime_ns, (status.st_dev, status.st_ino))
+def subfolders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted. Raises OSError."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name))
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads to itself: a file that cannot be read
-        return False
-
-
-def walk(top: Path, below: str, not_read: NotRead, *, hidden: bool = False) -> Iterator[Folder]:
-    """Yield the folder `below` and all folders below it, whose names are paths from `top` on.
+def walk(top: Path, below: str, not_read: NotRead) -> Iterator[Folder]:
+    """Yield the folder `below` and all folders below it, whose names are paths from `top` on, and count what is hidden.
 
     Raises DataError if a folder cannot be read, or contains itself by a link.
     """
-    to_read: list[tuple[str, frozenset[tuple[int, int]]]] = [(below, frozenset())]
-    while to_read:
-        name, above = to_read.pop()
-        try:
-            folder = read_folder(top, name, not_read, hidden=hidden)
-        except OSError as error:
-            raise DataError(f"{top / name} cannot be read ({error.strerror}); repair or remove it") from error
-        if folder.identity in above:
-            raise DataError(f"{top / name} contains itself, by a link in it: remove the link")
-        yield folder
-        to_read += [(f"{name}/{inner}" if name else inner, above | {folder.identity}) for inner in reversed(folder.folders)]
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); repair or remove it") from error
+
+    for place, folders, files in os.walk(top / below, onerror=refuse, followlinks=True):
+        folder = Path(place)
+        if folder.is_symlink() and any(folder.samefile(above) for above in folder.parents):
+            raise DataError(f"{folder} contains itself, by a link in it: remove the link")
+        not_read.update("hidden" for name in (*folders, *files) if is_hidden(name))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        name = "" if folder == top else str(folder.relative_to(top))
+        yield Folder(name, sorted(name for name in files if not is_hidden(name)))
 
 
 class NumberedSet(NamedTuple):
     """Files in one folder whose names differ in a number alone."""
 
+    folder: Path
     before: str
-    """Their path up to the number."""
+    """Their name up to the number."""
     digits: int
     after: str
     total: int | None
@@ -141,17 +104,14 @@ class NumberedSet(NamedTuple):
 
 def numbered_sets(files: Iterable[Path]) -> list[NumberedSet]:
     """Return the numbered sets among files, those of a single file included; a file without a number is in none."""
-    sets: dict[tuple[str, str], NumberedSet] = {}
+    sets: dict[tuple[Path, str, str], NumberedSet] = {}
     for file in files:
-        number = _NUMBER_OF.search(file.name) or _LAST_NUMBER.search(file.name)
-        if number is None:
-            continue
-        path = str(file)
-        start, end = len(path) - len(file.name) + number.start(1), len(path) - len(file.name) + number.end(1)
-        total = int(number[2]) if number.re is _NUMBER_OF else None
-        after = path[end : end + number.end() - number.end(1)] + _CONTENT_HASH.sub("", file.name[number.end() :])
-        new = NumberedSet(path[:start], len(number[1]), after, total, {})
-        sets.setdefault((new.before, new.after), new).files[int(number[1])] = file
+        name = _CONTENT_HASH.sub("", file.name)
+        if number := _NUMBER_OF.search(name) or _LAST_NUMBER.search(name):
+            before, after = name[: number.start(1)], name[number.end(1) :]
+            total = int(number[2]) if number.re is _NUMBER_OF else None
+            new = NumberedSet(file.parent, before, len(number[1]), after, total, {})
+            sets.setdefault((file.parent, before, after), new).files[int(number[1])] = file
     return list(sets.values())
 
 
@@ -160,10 +120,10 @@ def check_complete(
     what: str = "a numbered set",
     *,
     remedy: str = "name each file to read",
-    wanted: Callable[[Path], bool] = lambda _: True,
+    pattern: str = "*",
     gaps_from_0: bool | None = None,
 ) -> None:
-    """Raise DataError if a file is missing of a set whose names say how many there are, and that file is `wanted`.
+    """Raise DataError if a file is missing of a set whose names say how many there are, and its path matches the pattern.
 
     With `gaps_from_0`, also if one is missing among those of any other set, which begins with 0 if it is True.
     """
@@ -175,11 +135,12 @@ def check_complete(
             numbers = range(0 if gaps_from_0 else min(each.files), max(each.files) + 1)
         else:
             continue
-        names = (Path(f"{each.before}{number:0{each.digits}}{each.after}") for number in numbers if number not in each.files)
-        if missing := [file for file in islice(names, _MOST_MISSING) if wanted(file)]:
+        names = (f"{each.before}{number:0{each.digits}}{each.after}" for number in numbers if number not in each.files)
+        wanted = (name for name in names if fnmatch.fnmatch(str(each.folder / name), pattern))
+        if missing := list(islice(wanted, _MOST_MISSING)):
             raise DataError(
-                f"{missing[0].parent} lacks {len(missing)} of {len(numbers)} shards of {what}: "
-                f"{listed([file.name for file in missing], _NAMED)}; copy them here, or {remedy}"
+                f"{each.folder} lacks {len(missing)} of {len(numbers)} shards of {what}: {listed(missing, _NAMED)}; "
+                f"copy them here, or {remedy}"
             )
 
 

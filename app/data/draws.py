@@ -2,8 +2,8 @@
 
 A sample number is epoch * dataset size + index (see `order.py`). So a sample gets the same numbers in any batch, on any
 rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
-that are equal on every device; `HostDraws` gives those of a batch to the host, where samples are made, and `SampleDraws`
-those of one sample in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
+that are equal on every device; `HostDraws` gives them to the host, where samples are made, and `SampleDraws` those of one
+sample in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
 except `beta` and `normal` (float32 rounding).
 
     draws = Draws(seed, batch["samples"])
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
+from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64
 
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1
@@ -35,7 +35,7 @@ class Draws:
 
     @functools.cached_property
     def _base(self) -> Tensor:
-        return mix64_tensor(self._samples + _signed(_seed_key(self._seed)))
+        return mix64_tensor(self._samples + _signed(derive_key(self._seed, "draws")))
 
     def streams(self, count: int) -> Draws:
         """Return `count` independent sets of draws for each sample: all that they draw is [count, B]."""
@@ -48,7 +48,7 @@ class Draws:
 
     def bits(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
         """Return 64 random bits for each sample, or for each element of a shape: int64 [B, *shape]."""
-        bits = mix64_tensor(self._base ^ _signed(_purpose_key(purpose)))
+        bits = mix64_tensor(self._base ^ _signed(derive_key(0, "purpose", purpose)))
         if not shape:
             return bits
         lanes = torch.arange(1, math.prod(shape) + 1, device=bits.device) * _signed(GOLDEN64)
@@ -96,7 +96,7 @@ class SampleDraws:
     """The same random numbers as `Draws`, for one sample, in plain Python (about 2 us each)."""
 
     def __init__(self, seed: int, sample: int) -> None:
-        self._base = mix64(sample + _seed_key(seed))
+        self._base = mix64(sample + derive_key(seed, "draws"))
 
     def uniform(self, purpose: str) -> float:
         """Return a number in [0, 1): the value of `Draws.uniform`."""
@@ -107,14 +107,14 @@ class SampleDraws:
         return (self._bits(purpose) & _MAX_INT64) % high
 
     def _bits(self, purpose: str) -> int:
-        return mix64(self._base ^ _purpose_key(purpose))
+        return mix64(self._base ^ derive_key(0, "purpose", purpose))
 
 
 class HostDraws:
-    """The same random numbers as `Draws`, for a batch of samples on the host, in NumPy."""
+    """The same random numbers as `Draws`, for a batch of samples on the host, as NumPy arrays."""
 
     def __init__(self, seed: int, samples: NDArray[np.int64]) -> None:
-        self._seed = seed
+        self._seed, self._draws = seed, Draws(seed, torch.from_numpy(samples.astype(np.int64)))
         self.samples = samples
         """Sample numbers, int64 [B]."""
 
@@ -124,29 +124,15 @@ class HostDraws:
 
     def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] in [0, 1): the values of `Draws.uniform`."""
-        uniform: NDArray[np.float32] = (self._bits(purpose, shape) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-        return uniform
+        return self._draws.uniform(purpose, shape).numpy()
 
     def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] from the standard normal distribution: the values of `Draws.normal`, up to rounding."""
-        bits = self._bits(purpose, shape)
-        radius = np.sqrt(-2 * np.log1p(-((bits >> np.uint64(40)) * 2.0**-24)))
-        angle = ((bits >> np.uint64(16)) & np.uint64(_BITS24)) * (2.0**-24 * 2 * np.pi)
-        normal: NDArray[np.float32] = (radius * np.cos(angle)).astype(np.float32)
-        return normal
+        return self._draws.normal(purpose, shape).numpy()
 
     def integers(self, purpose: str, high: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]): the values of `Draws.integers`."""
-        integers: NDArray[np.int64] = (self._bits(purpose) & np.uint64(_MAX_INT64)).astype(np.int64) % high
-        return integers
-
-    def _bits(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.uint64]:
-        base = mix64_array(self.samples.astype(np.uint64) + np.uint64(_seed_key(self._seed)))
-        bits: NDArray[np.uint64] = mix64_array(base ^ np.uint64(_purpose_key(purpose)))
-        if shape:
-            lanes = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(GOLDEN64)
-            bits = mix64_array(bits[:, None] + lanes).reshape(*bits.shape, *shape)
-        return bits
+        return self._draws.integers(purpose, torch.as_tensor(high)).numpy()
 
 
 def mix64_tensor(values: Tensor) -> Tensor:
@@ -167,11 +153,3 @@ def _unit(bits24: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
-
-
-def _seed_key(seed: int) -> int:
-    return derive_key(seed, "draws")
-
-
-def _purpose_key(purpose: str) -> int:
-    return derive_key(0, "purpose", purpose)

@@ -14,7 +14,7 @@ Nothing is written over what is still read:
   to another batch when that stream is done with it. A ring there would be written over under those who keep a part of a batch.
 All batches of a process are copied on one stream, since the allocator keeps memory for each stream apart.
 
-What was raised where batches are made is raised, at its place, where they are used. As NVIDIA apex's
+What is raised where batches are made is raised, at its place, where they are used. As NVIDIA apex's
 examples/imagenet/main_amp.py and timm's timm/data/loader.py do from the training thread;
 docs.pytorch.org/docs/stable/notes/cuda.html ("CUDA streams"). On a CPU, torch's stand-ins for streams copy at once.
 """
@@ -27,8 +27,7 @@ import math
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -39,19 +38,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
-from app.data.samples import CHECK, Batch, Layout, LooksUp, Samples
-from app.environment import host
+from app.data.samples import CHECK, Batch, Samples
 from app.errors import DataError
 
-_TOGETHER_BYTES = 2 << 20
-"""Samples that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a worker sends instead of a batch: raised there, the error would reach the user wrapped in two tracebacks."""
-
-    text: str
+TOGETHER_BYTES = 2 << 20
+"""Size of small batches that are fetched together for a device: large against the cost of a fetch, small against memory."""
 
 
 class Fetching(Dataset):
@@ -64,84 +55,49 @@ class Fetching(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, numbers: Any) -> Batch | Failure:
-        """Return the batch of the given sample numbers (list or array of int64 [B])."""
+    def __getitems__(self, numbers: Any) -> Batch | DataError:
+        """Return the batch of the given sample numbers (list or array of int64 [B]).
+
+        An error is returned: raised in a worker, it would reach the user wrapped in two tracebacks.
+        """
         samples = np.asarray(numbers, dtype=np.int64)
         indices = samples % len(self.source)  # of padding, the last one
         try:
             fields = self.source.fetch(indices, None if self._seed is None else HostDraws(self._seed, samples))
         except DataError as error:
-            return Failure(f"{error}. {CHECK}")
+            return DataError(f"{error}. {CHECK}")
         return {**fields, "samples": torch.from_numpy(samples), "numbers": samples}
 
 
 @dataclass(frozen=True)
-class Unwritten:
-    """Batches of one size that are made where their memory is."""
-
-    layout: Layout
-    """Shape and type of each field, of all batches together."""
-    numbers: np.ndarray
-    """Sample numbers, int64 [batches, B], which stay on the host; the first dimension of a field is batches * B."""
-    write: Callable[[Mapping[str, np.ndarray]], None]
-    """Writes the fields into arrays of these shapes and types."""
-
-
 class InProcess:
     """One data rank's shares of global micro-batches, made where they are used, for samples that workers do not make sooner.
 
     Handing a batch over from a worker costs more than a look-up, and so does a DataLoader without workers (60-90 us a
-    batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks. For a device, small ones are
-    looked up several at a time, which costs hardly more than one.
+    batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks.
     """
 
-    def __init__(
-        self, source: Samples, batches: Iterable[np.ndarray], *, seed: int | None, data_rank: int, data_ranks: int
-    ) -> None:
-        """`batches` gives sample numbers, int64 [global micro-batch], which `data_ranks` divides; `seed` as in `Fetching`."""
-        self._fetching, self._batches = Fetching(source, seed=seed), batches
-        self._data_rank, self._data_ranks = data_rank, data_ranks
+    source: Samples
+    batches: Iterable[np.ndarray]
+    """Sample numbers, int64 [global micro-batch], which `data_ranks` divides."""
+    seed: int | None
+    """As in `Fetching`."""
+    data_rank: int
+    data_ranks: int
+    together_bytes: int = 0
+    """Size up to which small batches are fetched together, for `Ahead`: `numbers` is then int64 [batches, B], and the first
+    dimension of a field is batches * B. 0: each batch is fetched alone."""
 
-    def __iter__(self) -> Iterator[Batch | Failure]:
-        return map(self._fetching.__getitems__, self._shares())
-
-    def unwritten(self) -> Iterator[Unwritten | Failure]:
-        """Return the batches, in groups if they are looked up, for memory that already exists."""
-        source = self._fetching.source
-        return self._looked_up(source) if isinstance(source, LooksUp) else unwritten(self)
-
-    def _shares(self) -> Iterator[np.ndarray]:
-        return (numbers.reshape(self._data_ranks, -1)[self._data_rank] for numbers in self._batches)
-
-    def _looked_up(self, source: LooksUp) -> Iterator[Unwritten]:
-        fields, shares = source.layout, self._shares()
-        sample_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
+    def __iter__(self) -> Iterator[Batch | DataError]:
+        fetching, count = Fetching(self.source, seed=self.seed), 1
+        shares = (numbers.reshape(self.data_ranks, -1)[self.data_rank] for numbers in self.batches)
         for first in shares:
-            most = max(1, _TOGETHER_BYTES // (len(first) * sample_bytes))
-            samples = np.concatenate([first, *itertools.islice(shares, most - 1)])
-            layout = {name: ((len(samples), *shape), dtype) for name, (shape, dtype) in fields.items()}
-            layout["samples"] = samples.shape, samples.dtype
-            yield Unwritten(layout, samples.reshape(-1, len(first)), functools.partial(self._write, source, samples))
-
-    def _write(self, source: LooksUp, samples: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        source.fetch_into(samples % len(self._fetching), memory)  # of padding, the last one
-        memory["samples"][:] = samples
-
-
-def unwritten(loader: Iterable[Batch | Failure]) -> Iterator[Unwritten | Failure]:
-    """Yield the batches of worker processes, for memory that already exists."""
-    for batch in loader:
-        if isinstance(batch, Failure):
+            group = [first, *itertools.islice(shares, count - 1)]
+            batch = fetching.__getitems__(np.concatenate(group))
+            if self.together_bytes and not isinstance(batch, DataError):
+                batch["numbers"] = batch["numbers"].reshape(-1, len(first))
+                count = max(1, self.together_bytes * len(group) // sum(field.nbytes for field in batch.values()))
             yield batch
-        else:
-            arrays = {name: field.numpy() for name, field in batch.items() if isinstance(field, Tensor)}
-            layout = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-            yield Unwritten(layout, batch["numbers"][None], functools.partial(_copy, arrays))
-
-
-def _copy(arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]) -> None:
-    for name, array in arrays.items():
-        np.copyto(memory[name], array)  # in this thread: torch's pool is left to others
 
 
 def build_loader(source: Samples, batches: Any, *, seed: int | None, workers: int) -> DataLoader:
@@ -149,8 +105,6 @@ def build_loader(source: Samples, batches: Any, *, seed: int | None, workers: in
 
     For samples that are made one by one: so many worker processes do it; 0: this process. `seed` as in `Fetching`.
     """
-    # Of more workers than cores, which were asked for (`workers_of`).
-    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     return DataLoader(
         Fetching(source, seed=seed),
         batch_sampler=batches,
@@ -161,41 +115,21 @@ def build_loader(source: Samples, batches: Any, *, seed: int | None, workers: in
     )
 
 
-def workers_of(asked: int | None, *, local_world_size: int, device: torch.device) -> int:
-    """Return how many worker processes this process starts: as many as were asked for, or else as its cores allow.
+def num_workers(asked: int | None, cores: int, device: torch.device) -> int:
+    """Return how many worker processes a training process with this many cores starts: as many as were asked for, if any were.
 
-    Beside a device at least one: batches are brought there by a thread (`transfer`), which shares the generators that samples
-    may draw from with the training.
+    Where the CPU trains, one core is kept for that. More than 16 never paid off in published measurements. For a device at
+    least one: batches are brought there by a thread, which shares the generators that samples may draw from with the training.
     """
-    if asked is not None:
-        return asked if device.type == "cpu" else max(1, asked)
-    return num_workers(host.usable(local_world_size), device)
+    least = 0 if device.type == "cpu" else 1
+    return max(least, min(16, cores - 1 + least) if asked is None else asked)
 
 
-def num_workers(own_cores: int, device: torch.device) -> int:
-    """Return how many worker processes one training process may start that has this many cores.
-
-    Where the CPU trains, one is kept for that. More than 16 never paid off in published measurements.
-    """
-    return max(0, min(16, own_cores - (1 if device.type == "cpu" else 0)))
-
-
-def remedy(source: Samples, *, asked: int | None, local_world_size: int, device: torch.device) -> str:
-    """Return what helps where training waits for these samples; `asked` as in `workers_of`."""
-    if source.workers:
-        workers = workers_of(asked, local_world_size=local_world_size, device=device)
-        text = f"worker processes that make samples: {workers}; give the job more cores (--cpus-per-task) or other --workers"
-    else:
-        text = "the disk is slow; give the job more memory, so that the system can cache the files"
-    own = getattr(source, "remedy", "")
-    return f"{text}, or {own}" if own else text
-
-
-def batches_of(loader: Iterable[Batch | Failure]) -> Generator[Batch]:
+def batches_of(loader: Iterable[Batch | DataError]) -> Generator[Batch]:
     """Yield the loader's batches. Raises DataError, with the worker's sentence, for a batch that could not be made."""
     for batch in loader:
-        if isinstance(batch, Failure):
-            raise DataError(batch.text)
+        if isinstance(batch, DataError):
+            raise batch
         yield batch
 
 
@@ -220,27 +154,22 @@ _SIGNAL_S = 0.1
 class Ahead:
     """Batches on a device, each brought there while earlier ones are used. May be iterated over more than once."""
 
-    def __init__(
-        self, unwritten: Callable[[], Iterator[Unwritten | Failure]], device: torch.device, *, side: Side | None = None
-    ) -> None:
-        """`unwritten` begins to make the batches; `side` is what copies them, None: a stream of the device."""
-        self._unwritten, self._side = unwritten, side or Side(device)
+    def __init__(self, loader: Iterable[Batch | DataError], device: torch.device, *, side: Side | None = None) -> None:
+        """`loader` gives batches on the host; `side` is what copies them, None: a stream of the device."""
+        self._loader, self._side = loader, side or Side(device)
 
-    def __iter__(self) -> Iterator[Batch | Failure]:
-        unwritten = self._unwritten()
+    def __iter__(self) -> Iterator[Batch]:
+        on_host = iter(self._loader)
         # Here, not in the thread: what torch's DataLoader starts it starts now, and only the main thread learns of its death.
-        first = next(unwritten, None)
+        first = next(on_host, None)
         if first is None:
             return
-        line = _Line(itertools.chain([first], unwritten), self._side)
-        del unwritten  # the thread alone may hold it: closed with it, its processes end
+        line = _Line(itertools.chain([first], on_host), self._side)
+        del on_host  # the thread alone may hold it: closed with it, its processes end
         try:
             while (brought := line.take()) is not None:
-                if isinstance(brought, Failure):
-                    yield brought
-                else:
-                    self._side.receive(brought)
-                    yield from brought.batches
+                self._side.receive(brought)
+                yield from brought.batches
         finally:
             line.close()
 
@@ -310,13 +239,13 @@ class _Place:
 class _Line:
     """The thread that brings batches, and those that it has brought."""
 
-    def __init__(self, unwritten: Iterator[Unwritten | Failure], side: Side) -> None:
+    def __init__(self, on_host: Iterator[Batch | DataError], side: Side) -> None:
         self._side, self._room, self._is_closed = side, threading.Semaphore(PLACES), False
-        self._brought: SimpleQueue[Brought | Failure | BaseException | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(unwritten,), name="feed", daemon=True)
+        self._brought: SimpleQueue[Brought | BaseException | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(on_host,), name="feed", daemon=True)
         self._thread.start()
 
-    def take(self) -> Brought | Failure | None:
+    def take(self) -> Brought | None:
         """Return the next batch; None: there is no more. Raises the thread's exception."""
         brought = self._brought.get()
         self._room.release()
@@ -332,26 +261,28 @@ class _Line:
         if threading.current_thread() is not self._thread:  # which may be where garbage is collected
             self._thread.join(_PATIENCE_S)
 
-    def _work(self, unwritten: Iterator[Unwritten | Failure]) -> None:
+    def _work(self, on_host: Iterator[Batch | DataError]) -> None:
         try:
             self._side.begin()
             for place in itertools.cycle([_Place(pinned=self._side.is_apart) for _ in range(PLACES)]):
                 self._room.acquire()
-                if self._is_closed or (following := next(unwritten, None)) is None:
+                if self._is_closed or (following := next(on_host, None)) is None:
                     break
-                self._brought.put(following if isinstance(following, Failure) else self._bring(following, place))
+                self._brought.put(following if isinstance(following, DataError) else self._bring(following, place))
         except BaseException as error:
             self._brought.put(error)
         else:
             self._brought.put(None)
 
-    def _bring(self, unwritten: Unwritten, place: _Place) -> Brought:
+    def _bring(self, batch: Batch, place: _Place) -> Brought:
         if place.copied is not None:
             place.copied.synchronize()
-        written = {name: place.tensor(name, *kind) for name, kind in unwritten.layout.items()}
-        unwritten.write({name: tensor.numpy() for name, tensor in written.items()})
+        arrays = {name: field.numpy() for name, field in batch.items() if isinstance(field, Tensor)}
+        written = {name: place.tensor(name, array.shape, array.dtype) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            np.copyto(written[name].numpy(), array)  # in this thread: torch's pool is left to others
         fields, place.copied = self._side.send(written)
-        numbers = unwritten.numbers  # int64 [batches, B]: the batches lie together in each field
+        numbers = np.atleast_2d(batch["numbers"])  # int64 [batches, B]: the batches lie together in each field
         pieces = [tensor.view(len(numbers), -1, *tensor.shape[1:]).unbind() for tensor in fields.values()]
-        batches = [dict(zip((*fields, "numbers"), batch, strict=True)) for batch in zip(*pieces, numbers, strict=True)]
+        batches = [dict(zip((*fields, "numbers"), piece, strict=True)) for piece in zip(*pieces, numbers, strict=True)]
         return Brought(fields, batches, place.copied)

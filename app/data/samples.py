@@ -15,10 +15,9 @@ from __future__ import annotations
 import hashlib
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, _ProtocolMeta, runtime_checkable
+from typing import Any, NamedTuple, Protocol, _ProtocolMeta
 
 import numpy as np
 import torch
@@ -30,12 +29,10 @@ from app.data.order import permute
 from app.errors import DataError, RecipeError
 
 Batch = dict[str, Any]
-"""Tensors [B, ...] by name: what the samples have, and `samples`, their numbers, int64 [B], -1 for padding. An array,
+"""Tensors [B, ...] by name: the fields of the samples, and `samples`, their numbers, int64 [B], -1 for padding. An array,
 `numbers`, has these on the host as well."""
 CHECK = "`samerun data check` lists all samples that cannot be read"
 """Added to errors about an unreadable sample."""
-Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Shape and type of each field of a batch."""
 
 
 class _Makes(_ProtocolMeta):
@@ -88,8 +85,8 @@ class Samples(Protocol, metaclass=_Makes):
     """One split of a data set, opened and checked. It may be pickled, or forked into the workers of a DataLoader.
 
     It neither shuffles nor knows of processes. Samples of an own task need `__len__` and `fetch` alone: `facts` are then {},
-    `workers` False, and `fingerprint` is made of some of the samples. Optional for all: `remedy`, a text that says what else
-    helps where training waits for these samples ("make the pictures smaller"), and `count(indices)`, see `app.task.Task`.
+    `workers` and `is_array` False, and `fingerprint` is made of some of the samples. Optional for all: `count(indices)`, see
+    `app.task.Task`.
     """
 
     @property
@@ -104,6 +101,10 @@ class Samples(Protocol, metaclass=_Makes):
     def workers(self) -> bool:
         """Whether `fetch` makes samples one by one, so that worker processes help; False for a look-up."""
 
+    @property
+    def is_array(self) -> bool:
+        """Whether samples are rows of arrays: several batches can be fetched in one call, and split again."""
+
     def __len__(self) -> int:
         """Return the number of samples."""
 
@@ -113,18 +114,6 @@ class Samples(Protocol, metaclass=_Makes):
         `indices` are int64 [B], in 0 .. len - 1. `draw` gives random numbers for these samples; None: nothing is random, as in
         an evaluation. Raises DataError if a sample cannot be read; the text names the file, or the split and the index.
         """
-
-
-@runtime_checkable
-class LooksUp(Protocol):
-    """What `Samples` that are arrays have besides: batches are written where their memory is, a device's for instance."""
-
-    @property
-    def layout(self) -> Layout:
-        """Shape, without the batch, and type of each field."""
-
-    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        """Write what `fetch` returns for int64 [B] into the field's arrays, each [B, ...]."""
 
 
 class Splits(NamedTuple):
@@ -155,7 +144,7 @@ class Splits(NamedTuple):
 class ArraySamples:
     """Samples that are the rows of arrays, which may be mapped from a file."""
 
-    workers = False
+    workers, is_array = False, True
 
     def __init__(self, arrays: Mapping[str, np.ndarray], *, facts: Mapping[str, Any]) -> None:
         """Each array is [N, ...]."""
@@ -167,33 +156,18 @@ class ArraySamples:
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
 
-    @property
-    def layout(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape, without the batch, and type of each field."""
-        return {name: (array.shape[1:], array.dtype) for name, array in self._arrays.items()}
-
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the rows at the indices, int64 [B]."""
         return {name: torch.from_numpy(array[indices]) for name, array in self._arrays.items()}
-
-    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        """Write the rows at the indices, int64 [B], into the fields' memory, each [B, ...]."""
-        for name, array in self._arrays.items():
-            np.take(array, indices, axis=0, out=memory[name], mode="clip")  # which writes without a copy in between
 
 
 class DatasetSamples:
     """Samples that a Dataset makes one by one."""
 
-    workers = True
+    workers, is_array = True, False
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        names: Sequence[str | None],
-        collate: Callable[[list[Any]], Any] | None,
-        facts: Mapping[str, Any],
+        self, dataset: Any, *, names: Sequence[str | None], collate: Callable[[list[Any]], Any] | None, facts: Mapping[str, Any]
     ) -> None:
         is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
         kind = dataset.format["type"] if is_of_hub else None
@@ -212,16 +186,18 @@ class DatasetSamples:
             items = self._dataset.__getitems__(indices.tolist())
         else:
             draws = draw or HostDraws(0, indices)  # in an evaluation a sample is the same each time, whatever the seed
-            with _generators_restored():
-                items = list(map(self._item, indices.tolist(), draws.integers("global generators", 2**32).tolist()))
+            seeds = draws.integers("global generators", 2**32).tolist()
+            states = random.getstate(), np.random.get_state()  # noqa: NPY002
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    items = list(map(self._item, indices.tolist(), seeds))
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])  # noqa: NPY002
         if self._collate is None:
             named = [_named(item, self._names, what="an item of the data set") for item in items]
             return {name: _stacked(name, named, indices) for name in named[0]}
-        try:
-            batch = self._collate(items)
-        except Exception as error:
-            raise DataError(f"collate failed on the samples {indices.tolist()}: {_error_text(error)}") from error
-        return _named(batch, self._names, what="what collate returns")
+        return _named(self._collate(items), self._names, what="what collate returns")
 
     def _item(self, index: int, seed: int) -> Any:
         random.seed(seed)
@@ -232,20 +208,10 @@ class DatasetSamples:
         except DataError:
             raise
         except Exception as error:
-            name = type(self._dataset).__qualname__
-            raise DataError(f"sample {index} of {name} cannot be loaded: {_error_text(error)}") from error
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Put the generators that all share on the CPU back after the block."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.default_generator.set_state(states[2])
+            frames = traceback.extract_tb(error.__traceback__)[1:]  # without the one here; the text is all that a worker sends
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            name, kind = type(self._dataset).__qualname__, type(error).__name__
+            raise DataError(f"sample {index} of {name} cannot be loaded: {kind}: {error}{place}") from error
 
 
 def _named(item: Any, names: Sequence[str | None], *, what: str) -> dict[str, Any]:
@@ -293,13 +259,6 @@ def _array(name: str, given: Any) -> np.ndarray:
     return array
 
 
-def _error_text(error: BaseException) -> str:
-    """Return the error, and the line that raised it: the text is all that a worker process sends."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the one here
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
 # Samples held out for validation ----------------------------------------------------------------------------------------
 
 
@@ -313,7 +272,7 @@ class SamplePart:
     stop: int
 
     def __post_init__(self) -> None:
-        self.facts, self.workers, self.remedy = self.whole.facts, self.whole.workers, getattr(self.whole, "remedy", "")
+        self.facts, self.workers, self.is_array = self.whole.facts, self.whole.workers, self.whole.is_array
 
     @property
     def fingerprint(self) -> str:
@@ -326,9 +285,9 @@ class SamplePart:
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> Any:
         """Return the fields of a batch, as `Samples.fetch` describes."""
-        return self.whole.fetch(self.places(indices), draw)
+        return self.whole.fetch(self._places(indices), draw)
 
-    def places(self, indices: np.ndarray) -> np.ndarray:
+    def _places(self, indices: np.ndarray) -> np.ndarray:
         """Return where in `whole` the samples at `indices`, int64 [B], are."""
         return permute(indices + self.start, size=len(self.whole), seed=self.seed, epoch=0, purpose="validation")
 
@@ -336,20 +295,7 @@ class SamplePart:
     def count(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Returns the counts of samples by their indices, as `app.task.Task` describes; None if `whole` has none."""
         count = getattr(self.whole, "count", None)
-        return None if count is None else lambda indices: count(self.places(indices))
-
-
-class ArrayPart(SamplePart):
-    """A part of samples that are arrays."""
-
-    @property
-    def layout(self) -> Any:
-        """Shape and type of each field, as `LooksUp` describes."""
-        return self.whole.layout
-
-    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        """Write what `fetch` returns, as `LooksUp` describes."""
-        self.whole.fetch_into(self.places(indices), memory)
+        return None if count is None else lambda indices: count(self._places(indices))
 
 
 def hold_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
@@ -371,7 +317,7 @@ def hold_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
             f"train.validation_fraction is {fraction:g}, which is {count} of {size} training samples: both "
             "splits need at least one"
         )
-    return data._replace(validation=_part(data.train, seed, 0, count), train=_part(data.train, seed, count, size))
+    return data._replace(validation=SamplePart(data.train, seed, 0, count), train=SamplePart(data.train, seed, count, size))
 
 
 def first_of(samples: Any, most: int | None, *, seed: int) -> Any:
@@ -380,7 +326,7 @@ def first_of(samples: Any, most: int | None, *, seed: int) -> Any:
         return samples
     if isinstance(samples, SamplePart):  # in random order already
         return replace(samples, stop=samples.start + most)
-    return _part(samples, seed, 0, most)
+    return SamplePart(samples, seed, 0, most)
 
 
 def without_hold_out(data: Splits) -> Splits:
@@ -391,7 +337,3 @@ def without_hold_out(data: Splits) -> Splits:
 def mapped(samples: Any, change: Callable[[Any], Any]) -> Any:
     """Return the samples with what the task opened changed; of a part the same part."""
     return replace(samples, whole=change(samples.whole)) if isinstance(samples, SamplePart) else change(samples)
-
-
-def _part(samples: Any, seed: int, start: int, stop: int) -> SamplePart:
-    return (ArrayPart if isinstance(samples, LooksUp) else SamplePart)(samples, seed, start, stop)

@@ -111,15 +111,8 @@ def connecting(rank: int) -> Iterator[None]:
         through = next((name for name in _REMEDIES if name in text), None)
         if through is None or is_of_a_lost_peer(error):
             raise
+        reason = " ".join(text.partition("\nException raised")[0].split())  # without the stack of C++ below it
         raise TopologyError(
-            f"rank {rank} on {socket.gethostname()} cannot connect to the others through {through}: "
-            f"{_what_it_says(text)}. {_REMEDIES[through]}"
+            f"rank {rank} on {socket.gethostname()} cannot connect to the others through {through}: {reason}. "
+            f"{_REMEDIES[through]}"
         ) from error
-
-
-def _what_it_says(text: str) -> str:
-    """The reason in an error of gloo or NCCL, which may have a stack of C++ below it."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if "Last error:" in lines[:-1]:
-        return lines[lines.index("Last error:") + 1]
-    return ", ".join(lines[:2])

@@ -1,19 +1,25 @@
 """The checks before the first step: the run that starts is the run that was asked for.
 
-`check_group` compares what the launcher promised with what Accelerate and torch.distributed made of it, and proves with a
-real collective that the ranks belong together. `check_agreement` compares recipe, data, weights and versions of
-all ranks. `check_prepared` looks at what `prepare` returned. Each raises one sentence that says what was expected, what
-was found and what to change; none of them repairs anything.
+`check_devices` sees that each process has a device of its own, before the processes form a group: NCCL joins no two processes
+on one GPU, and reports it with a traceback, perhaps while the group is made, as torch 2.15 binds a device there
+(distributed_c10d.py, `_nccl2_device`), and DeepSpeed 0.19 too (comm/torch.py). `check_group` compares what the launcher
+promised with what Accelerate and torch.distributed made of it, and proves with a real collective that the ranks belong
+together. `check_agreement` compares recipe, data, weights and versions of all ranks. `check_prepared` looks at what `prepare`
+returned. Each raises one sentence that says what was expected, what was found and what to change; none of them repairs
+anything.
 """
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
@@ -22,14 +28,75 @@ from torch.nn.parallel import DistributedDataParallel
 from app.distributed import model_preparation
 from app.distributed.agreement import connecting
 from app.environment.launched import Launched
+from app.environment.topology import listed
 from app.errors import PresetError, TopologyError
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 _EXPECTED_TYPE = {
     "ddp": (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
     "deepspeed": (DistributedType.DEEPSPEED,),
     "fsdp2": (DistributedType.FSDP,),
 }
+
+
+class RankDevice(NamedTuple):
+    """What one process computes on."""
+
+    rank: int
+    host: str
+    name: str
+    """torch's name of it, such as cuda:0."""
+    identity: str = ""
+    """What no other device has, however processes number them; empty for a CPU, which many may share."""
+    visible: int = 0
+    """Devices that the process can see."""
+
+
+def own_device(launched: Launched, *, on_cpu: bool) -> RankDevice:
+    """Return the device that Accelerate will take (accelerate 1.15, state.py, `set_device`)."""
+    host, accelerator = socket.gethostname(), torch.accelerator.current_accelerator()
+    if on_cpu or accelerator is None:
+        return RankDevice(launched.rank, host, "cpu")
+    count = torch.accelerator.device_count()
+    name = f"{accelerator.type}:{launched.local_rank % count}"
+    is_nvidia = accelerator.type == "cuda"
+    identity = str(torch.cuda.get_device_properties(name).uuid) if is_nvidia else f"{host} {name}"
+    return RankDevice(launched.rank, host, name, identity, count)
+
+
+def check_devices(store: dist.Store, own: RankDevice, world_size: int) -> None:
+    """Check, through the store of all processes, each of which calls this once, that no two would share a device.
+
+    Raises TopologyError naming those that would, or that do not come in time.
+    """
+
+    def named(ranks: Sequence[int]) -> str:
+        return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+    keys = [f"samerun/device/{rank}" for rank in range(world_size)]
+    store.set(keys[own.rank], json.dumps(own))
+    try:
+        devices = [RankDevice(*json.loads(value)) for value in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise TopologyError(
+            f"rank {own.rank} on {own.host} waited for {named(missing)} of {world_size}, which never "
+            "came: check why they did not start, or ended."
+        ) from error
+    by_identity = defaultdict(list)
+    for device in devices:
+        by_identity[device.identity].append(device)
+    shared = [
+        f"{named([each.rank for each in takers])} on {takers[0].host} would share {takers[0].name} "
+        f"(of {takers[0].visible} visible there)"
+        for identity, takers in by_identity.items()
+        if identity and len(takers) > 1
+    ]
+    if shared:
+        raise TopologyError(
+            f"{'; '.join(shared[:8])}: start at most one process per visible device of a node (--processes, "
+            "--num_processes, or the scheduler's tasks per node)."
+        )
 
 
 def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -> None:
@@ -43,7 +110,7 @@ def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -
             f"the preset asks for {launched.strategy}, but Accelerate set up {kind.value}: the model would "
             "not be sharded as asked. Try an unchanged preset of accelerate_configs/."
         )
-    group = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    group = dist.get_world_size() if dist.is_initialized() else 1
     found = {"Accelerate": accelerator.num_processes, "torch.distributed": group}
     wrong = [f"{library} sees {size}" for library, size in found.items() if size != launched.world_size]
     if wrong:

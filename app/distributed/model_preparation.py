@@ -9,6 +9,7 @@ mask again in any case.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -36,33 +37,29 @@ def survive_compile_failures(accelerator: Accelerator) -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
     SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
-    # Where torch says what it has suppressed, at length (torch 2.15).
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_FirstFailure().shorten)
+    failures = itertools.count()
 
-
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside what torch.compile has put around it, whose class would take a second to import."""
-    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
-    return inner
-
-
-class _FirstFailure:
-    def __init__(self) -> None:
-        self._is_shown = False
-
-    def shorten(self, record: logging.LogRecord) -> bool:
+    def shorten(record: logging.LogRecord) -> bool:
         """Make the first report of a failure one sentence, and drop the others."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or self._is_shown:
-            return error is None
-        self._is_shown = True
+        if error is None:
+            return True
         why = next(iter(str(error).splitlines()), "")
         record.msg = (
             f"torch.compile failed ({type(error).__name__}: {why}); what it could not compile runs uncompiled, with the same "
             "results. Fix the cause, or leave dynamo_backend out of preset and command line."
         )
         record.args, record.exc_info = (), None
-        return True
+        return next(failures) == 0
+
+    # Where torch reports what it has suppressed, at length (torch 2.15).
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(shorten)
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside what torch.compile has put around it, whose class would take a second to import."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 def checkpoint_activations(model: nn.Module, classes: Collection[str]) -> None:

@@ -96,7 +96,8 @@ def refusals_named() -> Iterator[None]:
         ) from error
 
 
-HALF = (torch.float16, torch.bfloat16)
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of the precisions below float32, by Accelerate's words."""
 
 
 class _CastInOrder(nn.Conv2d):
@@ -112,7 +113,7 @@ class _CastInOrder(nn.Conv2d):
         is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if is_cast and weight.dtype == torch.float32:
             weight = weight.to(torch.get_autocast_dtype(device), memory_format=torch.channels_last)
-        elif device == "cpu" and weight.dtype in HALF:
+        elif device == "cpu" and weight.dtype in HALF.values():
             weight = weight.contiguous(memory_format=torch.channels_last)
         convolved: torch.Tensor = self._conv_forward(input, weight, self.bias)
         return convolved

@@ -12,19 +12,28 @@ node.
 Messages of other libraries that appear at every start and that need no action are filtered by their text (torch 2.14,
 deepspeed 0.19.8); all others are shown.
 
+DeepSpeed compiles a C++ operator on first use. torch guards the folder of such an operator by a file named `lock`, which a
+process that is killed while it compiles or loads leaves behind, so that every later one would wait for ever. So
+`load_operators` does it before DeepSpeed asks for them, in one process at a time under a lock of the kernel's, which ends with
+its holder: whoever has that finds a `lock` only if it is a dead process's. torch compiles with whatever `ninja` is on the PATH,
+and one version compiles again what another one has: so it is always the one that DeepSpeed requires.
+
 Most presets set few of DeepSpeed's keys, and Accelerate makes a DeepSpeed config of them; a preset can also name a config file.
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,21 +50,24 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    patch_environment,
     set_seed,
 )
 from torch.distributed import DistNetworkError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from app.distributed import compiled_ops, model_preparation, numerics, process_store
+from app.data.preprocessing import refuse_prepared
+from app.distributed import handshake, model_preparation, numerics
 from app.distributed.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
-from app.distributed.process_store import StoreWatch
 from app.environment import deepspeed_file, host
 from app.environment.launched import NO_FP16_ON_CPU, Launched
 from app.errors import PresetError, TopologyError
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
-_MEETING = timedelta(seconds=45)
+_RANK_0_LATE = timedelta(seconds=45)
 """How much later than the others rank 0 may start, if no launcher that waits for it started them."""
+_MEETING = timedelta(minutes=30)
+"""How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
 _COLLECTIVE = timedelta(minutes=30)
 """Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
 
@@ -89,17 +101,19 @@ class Runtime:
         if launched.variables:
             os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
         self._collective = _time_out(hang_timeout_s)
-        on_cpu = _runs_on_cpu(launched)
+        on_cpu = launched.use_cpu or not torch.accelerator.is_available()
+        if on_cpu and launched.mixed_precision == "fp16":
+            found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
+            raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
         silence_libraries(on_cpu=on_cpu)
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        self.store_watch = StoreWatch(launched, f"{address}:{port}")
-        """Until the first step; with a --hang-timeout of 0 not at all."""
-        if hang_timeout_s == 0:
-            self.store_watch.stop()
         try:
             if launched.variables and launched.rank != 0:  # torch would try for half an hour; a launcher's processes have met
-                dist.TCPStore(str(address), int(port or 0), is_master=False, wait_for_workers=False, timeout=_MEETING)
-            store = process_store.compare_devices(launched, on_cpu=on_cpu) if launched.world_size > 1 else None
+                dist.TCPStore(str(address), int(port or 0), is_master=False, wait_for_workers=False, timeout=_RANK_0_LATE)
+            store: dist.Store | None = None  # until the group, which has its own, is made: without a launcher rank 0 serves it
+            if launched.world_size > 1:
+                store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+                handshake.check_devices(store, handshake.own_device(launched, on_cpu=on_cpu), launched.world_size)
             with connecting(launched.rank):
                 self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
         except DistNetworkError as error:
@@ -109,7 +123,7 @@ class Runtime:
                 "address of rank 0's machine, and MASTER_PORT must be free there; to change them, set both in the environment "
                 "of all processes."
             ) from error
-        del store  # the group has its own store
+        del store
         self.mesh: DeviceMesh | None = self.accelerator.torch_device_mesh
         """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
         self._data_group: dist.ProcessGroup | None = None
@@ -122,8 +136,6 @@ class Runtime:
         # After Accelerate, which sets some of it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         model_preparation.survive_compile_failures(self.accelerator)
-        if hang_timeout_s is None:  # tools have no watchdog that takes over
-            self.store_watch.stop()
 
     @property
     def is_main(self) -> bool:
@@ -140,8 +152,7 @@ class Runtime:
 
     def input_dtype(self, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of the model's inputs: DeepSpeed casts weights to the preset's precision, but not inputs."""
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
+        return numerics.HALF.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
 
     def seed(self, seed: int) -> None:
         """Seed the generators of Python, NumPy and torch, identically on every rank."""
@@ -251,15 +262,6 @@ def _time_out(hang_timeout_s: int | None) -> timedelta:
     return LONGEST_WAIT if hang_timeout_s == 0 else max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
 
 
-def _runs_on_cpu(launched: Launched) -> bool:
-    """Raises PresetError for a precision that CPUs do not have."""
-    on_cpu = launched.use_cpu or not torch.accelerator.is_available()
-    if on_cpu and launched.mixed_precision == "fp16":
-        found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
-        raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
-    return on_cpu
-
-
 def _build_accelerator(
     launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
 ) -> Accelerator:
@@ -281,17 +283,53 @@ def _build_accelerator(
     }
     if launched.strategy == "deepspeed":
         settings["deepspeed_plugin"] = _deepspeed_plugin(plan, clip_norm)
-        compiled_ops.load()
+        load_operators()
     if on_cpu:
         return _accelerator_on_cpu(launched, settings, joining, copies)
     return Accelerator(parallelism_config=copies, **settings)
+
+
+def load_operators() -> None:
+    """Load, and compile if needed, the operator through which DeepSpeed's ranks on one machine exchange data on CPUs.
+
+    Not its CPUAdam: torch's own optimizers step (`_deepspeed_plugin`). Raises PresetError where the folder of compiled
+    operators cannot be used.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    from ninja import BIN_DIR
+    from torch.utils.cpp_extension import get_default_build_root  # on a machine without CUDA its import warns
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        refuse_prepared(root)  # what is compiled there is run here
+        guard = (root / "samerun.flock").open("w")
+    except OSError as error:
+        raise PresetError(
+            f"DeepSpeed compiles operators into {root}, which cannot be used ({error.strerror}): set "
+            "TORCH_EXTENSIONS_DIR to a writable folder of your own"
+        ) from error
+    path = os.pathsep.join((BIN_DIR, os.environ.get("PATH", os.defpath)))
+    with guard, patch_environment(path=path):
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None and builder.is_compatible(verbose=False):
+            for leftover in root.glob(f"**/{builder.name}/lock"):
+                leftover.unlink()
+            if not any(root.glob(f"**/{builder.name}.so")):
+                sys.stderr.write(f"compiling DeepSpeed's {builder.name} in {root}, once, in some minutes\n")
+            builder.load(verbose=False)
 
 
 def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
     """Return the preset's settings with those that the recipe and the plan decide. Raises PresetError."""
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
     config = plugin.deepspeed_config
-    deepspeed_file.refuse_nvme(config["zero_optimization"])
+    if problem := deepspeed_file.nvme_problem(config["zero_optimization"]):
+        raise PresetError(problem)
     config |= {
         # DeepSpeed 0.19 clips at 1.0 unless it is given 0.0, and Accelerate does not pass 0.0 on.
         "gradient_clipping": clip_norm,

@@ -24,8 +24,9 @@ from app.data.draws import mix64_tensor
 from app.data.order import derive_key
 from app.data.samples import Batch
 from app.distributed import numerics
+from app.environment.topology import listed
 from app.errors import RecipeError, TrainingError
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 _MOST_NAMED = 3
 _PIECE = 2**20
@@ -94,8 +95,7 @@ class PassDraws:
         `parts` is how many processes compute a pass together.
         """
         known = [f"{name}: {why}" for name, why in self.left.items()]
-        more = f"; {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
-        what = "; ".join(known[:_MOST_NAMED]) + more if known else "functional dropout, as in attention, or torch.rand"
+        what = listed(known, _MOST_NAMED) or "functional dropout, as in attention, or torch.rand"
         said = f"forward passes use random numbers that do not belong to samples ({what})"
         if plan.passes * parts == 1:
             return f"{said}: on several processes or with accumulation this recipe is refused, because its result would differ"

@@ -24,37 +24,19 @@ _DERIVED = {
     "gradient_accumulation_steps": "it is derived from the recipe; to limit memory, set train.max_micro_batch",
     "gradient_clipping": "clipping belongs to the recipe: set optim.clip_norm",
 }
-_ITS_PRECISION = "set the precision by --mixed-precision"
-_NUMERICS = "it changes what is computed, or where weights are kept, and is not supported"
-_REFUSED = {
-    "optimizer": "the optimizer is the recipe's (optim.name)",
-    "scheduler": "the learning rate is the recipe's (optim.schedule)",
-    "zero_force_ds_cpu_optimizer": "the optimizer is the recipe's (optim.name)",
-    "activation_checkpointing": "set train.checkpoint_activations in the recipe",
-    "amp": _ITS_PRECISION,
-    "torch_autocast": _ITS_PRECISION,
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "use --trackers"),
-    "bf16.check_grad_overflow": "steps whose gradient is not finite must be skipped",
+_UNCHANGED = {
+    "check_grad_overflow": True, "compute_grad_norm": True, "ratio": 1,
     **dict.fromkeys(
-        ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"), _NUMERICS
+        ("zero_force_ds_cpu_optimizer", "bf16_master_weights_and_grads", "bf16_optimizer_states",
+         "fp16_master_weights_and_grads", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+         "zero_quantized_gradients", "zenflow", "legacy_stage1", "cpu_offload", "cpu_offload_param",
+         "save_muon_momentum_buffer_in_memory", "super_offload"), False,
     ),
-    "zero_optimization.compute_grad_norm": "clipping, and skipping of gradients that are not finite, need the norm",
-    **{
-        f"zero_optimization.{key}": _NUMERICS
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow",
-                    "legacy_stage1", "cpu_offload", "cpu_offload_param", "save_muon_momentum_buffer_in_memory")
-    },
-    "zero_optimization.offload_optimizer.ratio": "another optimizer would update a part of the weights",
-    "zero_optimization.offload_optimizer.super_offload": "another optimizer would update the weights",
 }  # fmt: skip
-"""Keys that a file must not set, and why. DeepSpeed itself refuses unknown keys of sections."""
-_DEFAULTS = {
-    "zero_force_ds_cpu_optimizer": False,
-    "bf16.check_grad_overflow": True,
-    "zero_optimization.compute_grad_norm": True,
-    "zero_optimization.offload_optimizer.ratio": 1,
-}
-"""Values of refused keys that change nothing; of the others false and null."""
+"""Keys that change what is computed, or where weights are kept, and the value that changes nothing.
+
+DeepSpeed itself refuses unknown keys of sections.
+"""
 _TOP = {
     "zero_optimization", "fp16", "bf16", "communication_data_type", "data_types", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio", "zero_allow_untested_optimizer",
@@ -78,16 +60,18 @@ def read(path: str) -> dict[str, Any]:
     return config  # type: ignore[no-any-return]
 
 
-def refuse_nvme(zero: Mapping[str, Any]) -> None:
-    """Raise PresetError if the section `zero_optimization` offloads to NVMe."""
-    for problem in _nvme(zero):
-        raise PresetError(problem)
+def nvme_problem(zero: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the section `zero_optimization` if it offloads to NVMe, or None."""
+    for what in ("offload_optimizer", "offload_param"):
+        if _section(zero, what).get("device") == "nvme":
+            return f"{what}.device: nvme: checkpoints and weight averages cannot access NVMe; offload to the CPU (device: cpu)"
+    return None
 
 
 def precision_problem(config: Mapping[str, Any], precision: str) -> str | None:
-    """Return what the file says otherwise than --mixed-precision, or None."""
+    """Return how the file contradicts --mixed-precision, or None."""
     for kind in ("bf16", "fp16"):
-        enabled = _section(config, kind).get("enabled", False) if kind in config else "auto"
+        enabled = _section(config, kind).get("enabled", "auto")
         if enabled not in ("auto", precision == kind):
             found = f"{kind}.enabled is {json.dumps(enabled)}, and the precision is {precision}"
             return f'{found}: write "auto" there, and give --mixed-precision'
@@ -101,28 +85,18 @@ def _problems(config: Any) -> Iterator[str]:
     for key, value in config.items():
         if key in _DERIVED and value != "auto":
             yield f'{key}: {json.dumps(value)}: {_DERIVED[key]}, and write "auto" here or leave it out'
-        elif key not in {*_TOP, *_DERIVED, *_REFUSED}:
+        elif key not in {*_TOP, *_DERIVED}:
             known = [*_TOP, *_DERIVED]
             yield f"{key}: unknown or unsupported; {did_you_mean(key, known, otherwise='leave it out', cutoff=0.75)}"
     zero = config["zero_optimization"]
     if zero.get("stage") not in (0, 1, 2, 3):
         yield f"zero_optimization.stage: {json.dumps(zero.get('stage'))}: it must be 0, 1, 2 or 3"
-    yield from _nvme(zero)
-    for name, why in _REFUSED.items():
-        *sections, key = name.split(".")
-        section: Mapping[str, Any] = config
-        for part in sections:
-            section = _section(section, part)
-        harmless = (_DEFAULTS[name],) if name in _DEFAULTS else (None, False)
-        if key in section and section[key] not in harmless:
-            yield f"{name}: {why}; leave it out"
-
-
-def _nvme(zero: Mapping[str, Any]) -> Iterator[str]:
-    for what in ("optimizer", "param"):
-        if _section(zero, f"offload_{what}").get("device") == "nvme":
-            key = f"zero_optimization.offload_{what}.device: nvme"
-            yield f"{key}: checkpoints and weight averages cannot access NVMe; offload to the CPU (device: cpu)"
+    if problem := nvme_problem(zero):
+        yield problem
+    for section in (config, zero, *(_section(config, name) for name in ("bf16", "fp16")), _section(zero, "offload_optimizer")):
+        for key, value in section.items():
+            if key in _UNCHANGED and value not in (None, _UNCHANGED[key]):
+                yield f"{key}: {json.dumps(value)}: it changes what is computed, or where weights are kept; leave it out"
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

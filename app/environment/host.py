@@ -10,16 +10,11 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from app.environment.slurm_variables import STEP, Slurm, is_in_step, own_environment
-
-if TYPE_CHECKING:
-    import psutil
 
 MEMBERSHIPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -36,30 +31,6 @@ def _cgroup_folders(controller: str, memberships: Path = MEMBERSHIPS, root: Path
             top = root / controllers
             group = top / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The most that all processes of this job on this machine can have, whatever else is there now."""
-
-    limit: int
-    """Bytes, with all that may be swapped out."""
-    origin: str
-    """Where that comes from."""
-
-
-def find() -> HostMemory:
-    """Return the least memory that the machine and the control groups of this process grant."""
-    import psutil
-
-    swap = psutil.swap_memory().total
-    found = [HostMemory(psutil.virtual_memory().total + swap, "all that this machine has")]
-    for folder in _cgroup_folders("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):
-                limit = int((folder / name).read_text())
-                found.append(HostMemory(limit + swap, f"the limit of this job's control group, {name}"))
-    return min(found, key=lambda it: it.limit)
 
 
 def kills() -> int:
@@ -79,33 +50,29 @@ def keep_freed(*, most_bytes: int = 32 << 20) -> None:
     Tensors of some MB are mapped anew otherwise, and their pages cleared, in each operation of each step: a tenth to a quarter
     of a convolutional network's step (docs/performance.md). By default it is the largest that mallopt(3) takes.
     """
-    if mallopt := _mallopt():
-        mallopt(_M_MMAP_THRESHOLD, most_bytes)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _malloc("mallopt", _M_MMAP_THRESHOLD, most_bytes)
+    _malloc("mallopt", _M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def give_back() -> None:
     """Give what is free now back to the system, also between what is in use (malloc_trim(3))."""
-    if _mallopt():
-        ctypes.CDLL(None).malloc_trim(0)
+    _malloc("malloc_trim", 0)
 
 
 @contextmanager
 def filled_with(byte: int) -> Iterator[None]:
     """Have malloc fill what it gives with this byte, from 0 to 254, of more than the 1 KiB that threads keep for themselves."""
-    mallopt = _mallopt()
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_PERTURB, byte ^ 0xFF)  # new memory gets the complement of the number; 0 turns it off
+    _malloc("mallopt", _M_PERTURB, byte ^ 0xFF)  # new memory gets the complement of the number; 0 turns it off
     try:
         yield
     finally:
-        mallopt(_M_PERTURB, 0)
+        _malloc("mallopt", _M_PERTURB, 0)
 
 
-def _mallopt() -> Callable[[int, int], Any] | None:
-    return ctypes.CDLL(None).mallopt if platform.libc_ver()[0] == "glibc" else None
+def _malloc(function: str, *arguments: int) -> None:
+    """Call a function of glibc's malloc; other C libraries have none of them."""
+    if platform.libc_ver()[0] == "glibc":
+        getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def usable(local_world_size: int) -> int:
@@ -121,16 +88,11 @@ def machine() -> str:
     )
 
 
-def cpuinfo_field(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpuinfo_field(name: str) -> str:
     """Return a field of the first processor in /proc/cpuinfo, such as `model name`; empty if there is none."""
+    cpuinfo = Path("/proc/cpuinfo")
     found = re.search(rf"^{name}\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return found[1].strip() if found else ""
-
-
-def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if this x86 processor has no instructions for bf16 numbers; of others it is unknown."""
-    flags = cpuinfo_field("flags", cpuinfo).split()
-    return bool(flags) and not {"avx512_bf16", "amx_bf16"} & set(flags)
 
 
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
@@ -170,21 +132,15 @@ def kill_all_with(variable: str, value: str) -> int:
     import psutil
 
     killed: set[int] = set()
-    while left := [process for process in _all_with(variable, value) if process.pid not in killed]:
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-            killed.add(process.pid)
-    return len(killed)
-
-
-def _all_with(variable: str, value: str) -> Iterator[psutil.Process]:
-    import psutil
-
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has just ended, or is another user's
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
-                yield process
+    while True:
+        before = len(killed)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has just ended, or is another user's
+                if process.pid not in {os.getpid(), *killed} and process.environ().get(variable) == value:
+                    killed.add(process.pid)
+                    process.kill()
+        if len(killed) == before:
+            return before
 
 
 def terminals() -> list[int]:

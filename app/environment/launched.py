@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from app.environment import deepspeed_file, started_ranks, topology
 from app.environment.slurm_variables import JOB
-from app.environment.variables import (
+from app.environment.topology import (
     END_TIME,
     ERRORS,
     LAUNCHER,
@@ -66,7 +66,7 @@ class Launched:
     preset_file: str | None = None
     """The preset, where `samerun launch` started this process itself and no command line above it names one."""
     errors: Path | None = None
-    """Folder in which this process records why it fails (app/runs/failure.py), where `samerun launch` has named one."""
+    """Folder in which this process records why it fails (app/runs/run_folder.py), where `samerun launch` has named one."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that Accelerate still needs in its environment: none where a launcher has set them."""
 
@@ -88,22 +88,14 @@ class Launched:
         return found
 
 
-class SchedulerJob(NamedTuple):
-    """The scheduler's job that a process belongs to, as far as its environment shows."""
+def read_job(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the scheduler's `job`, as it writes its number, and when it was `submitted` and `allocated`, in Unix seconds.
 
-    name: str | None
-    """The scheduler's number of the job, as it writes it."""
-    submitted: float | None
-    """When it was submitted, in Unix seconds."""
-    allocated: float | None
-    """When it started, this time, in Unix seconds."""
-
-
-def read_job(environ: Mapping[str, str]) -> SchedulerJob:
-    """Return the job in `environ`. Raises TopologyError for a time that is not a number."""
-    name = next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None)
-    moments = (float(number(environ, name)) if name in environ else None for name in (SUBMIT_TIME, START_TIME))
-    return SchedulerJob(name, *moments)
+    What the environment does not show is None. Raises TopologyError for a time that is not a number.
+    """
+    job = next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None)
+    times = {"submitted": SUBMIT_TIME, "allocated": START_TIME}
+    return {"job": job, **{key: float(number(environ, name)) if name in environ else None for key, name in times.items()}}
 
 
 def read(environ: Mapping[str, str]) -> Launched:
@@ -190,35 +182,22 @@ def _refuse_unsupported(environ: Mapping[str, str]) -> None:
     is_fsdp, version = _is_true(environ, "ACCELERATE_USE_FSDP"), environ.get("FSDP_VERSION", "1")
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refusals = (
-        (
-            accumulation not in ("auto", "1"),
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {accumulation}, from the preset's gradient_accumulation_steps or the "
-            "environment: accumulation is derived from train.global_batch_size. Remove it there; to limit the samples of one "
-            "forward pass, set train.max_micro_batch in the recipe.",
-        ),
-        (
-            clipping not in ("auto", "none"),
-            f"the preset's gradient_clipping is {clipping}: it belongs to the recipe. Remove it, and set optim.clip_norm.",
-        ),
-        (
-            _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"),
-            "the preset's distributed_type is MEGATRON_LM: use MULTI_GPU, DEEPSPEED or FSDP (fsdp_version: 2).",
-        ),
-        (
-            is_fsdp and version != "2",
-            f"the preset's fsdp_version is {version}: use `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml does.",
-        ),
-        (
-            is_fsdp and _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"),
-            "the preset's fsdp_activation_checkpointing is true: Accelerate recomputes layers with other random numbers, so "
-            "with dropout the gradients are wrong. Remove it, and set train.checkpoint_activations=blocks.",
-        ),
-        (
-            precision.lower() not in PRECISIONS,
-            f"mixed_precision is {precision}, from the preset, the command line or ACCELERATE_MIXED_PRECISION: use one of "
-            f"{', '.join(PRECISIONS)}. 8-bit numbers are not supported.",
-        ),
-    )
+        (accumulation not in ("auto", "1"),
+         f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {accumulation}: accumulation is derived from train.global_batch_size. "
+         "Remove it from preset and environment; to limit the samples of one forward pass, set train.max_micro_batch."),
+        (clipping not in ("auto", "none"),
+         f"the preset's gradient_clipping is {clipping}: it belongs to the recipe. Remove it, and set optim.clip_norm."),
+        (_is_true(environ, "ACCELERATE_USE_MEGATRON_LM"),
+         "the preset's distributed_type is MEGATRON_LM: use MULTI_GPU, DEEPSPEED or FSDP (fsdp_version: 2)."),
+        (is_fsdp and version != "2",
+         f"the preset's fsdp_version is {version}: use `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml does."),
+        (is_fsdp and _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"),
+         "the preset's fsdp_activation_checkpointing is true: Accelerate recomputes layers with other random numbers, so with "
+         "dropout the gradients are wrong. Remove it, and set train.checkpoint_activations=blocks."),
+        (precision.lower() not in PRECISIONS,
+         f"mixed_precision is {precision}, from the preset, the command line or ACCELERATE_MIXED_PRECISION: use one of "
+         f"{', '.join(PRECISIONS)}. 8-bit numbers are not supported."),
+    )  # fmt: skip
     for is_wrong, sentence in refusals:
         if is_wrong:
             raise PresetError(sentence)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from app.environment.variables import said
+from app.environment.topology import said
 from app.errors import TopologyError
 
 _T = TypeVar("_T")

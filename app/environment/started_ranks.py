@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.environment.slurm_variables import JOB, STEP, Slurm
-from app.environment.variables import number, port_of_job, said, with_suffix
+from app.environment.topology import number, port_of_job, said, with_suffix
 from app.errors import TopologyError
 
 

@@ -13,11 +13,30 @@ variables of the environment. A size of -1, as the shipped presets have it, is d
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from app.errors import PresetError, TopologyError
+
+HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
+"""Variable: what turns a host's name into its name in the fast network, where a site has names for that (JUWELS: `i`)."""
+
+END_TIME = "SAMERUN_END_TIME"
+"""Variable: when the job's time is over, in Unix seconds. The ranks save and stop before it. Where no scheduler says it, a
+user may: `SAMERUN_END_TIME=$(date -d '+2 hours' +%s)`."""
+SUBMIT_TIME, START_TIME = "SAMERUN_SUBMIT_TIME", "SAMERUN_START_TIME"
+"""Variables: when the job was submitted, and when it was started this time, in Unix seconds."""
+
+LAUNCHER = "SAMERUN_LAUNCHER"
+"""Variable: the `samerun launch` that sees to a process on its machine, as the id of its process, a dash and a random word."""
+
+ERRORS = "SAMERUN_ERRORS"
+"""Variable: the folder in which the processes of a start record why they fail (app/runs/run_folder.py)."""
+
+PRESET_FILE = "SAMERUN_PRESET_FILE"
+"""Variable: the preset of a process that `samerun launch` starts itself, with no `accelerate launch --config_file` above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +61,24 @@ class Topology:
     """Where a value came from, by field name ("--processes", "CUDA_VISIBLE_DEVICES=0,1"); a field not in it is a default."""
 
     def __post_init__(self) -> None:
-        is_one = self.num_nodes <= 1
-        threads = self.threads_per_process
-        rules = (
-            ("num_nodes", self.num_nodes >= 1, "it must be at least 1"),
-            ("processes_per_node", self.processes_per_node >= 1, "it must be at least 1"),
+        is_one, nodes = self.num_nodes <= 1, self.described("num_nodes")
+        counts = ("num_nodes", "processes_per_node", "threads_per_process")
+        rules = [(name, getattr(self, name) is None or getattr(self, name) >= 1, "it must be at least 1") for name in counts]
+        rules += [
             (
                 "node_rank",
-                0 <= self.node_rank < max(self.num_nodes, 1),
-                f"with {self.described('num_nodes')} it must be 0 to {self.num_nodes - 1}",
+                self.node_rank in range(max(self.num_nodes, 1)),
+                f"with {nodes} it must be 0 to {self.num_nodes - 1}",
             ),
             ("port", 0 <= self.port <= 65535, "it must be a TCP port, 1 to 65535, or 0 for any free one"),
             ("port", is_one or self.port != 0, f"{self.num_nodes} nodes must use the same port"),
-            ("head_address", self.head_address != "", "it must be the name or the address of node 0"),
             (
                 "head_address",
-                is_one or not _is_loopback(self.head_address),
-                f"on each of the {self.num_nodes} nodes this means the node itself; give a name or address by which the others "
-                "reach node 0",
+                self.head_address != "" and (is_one or not _is_loopback(self.head_address)),
+                "it must be a name or address by which every node reaches node 0",
             ),
-            ("threads_per_process", threads is None or threads >= 1, "it must be at least 1"),
-            (
-                "hosts",
-                len(self.hosts) in (0, self.num_nodes),
-                f"{self.described('num_nodes')}, so there must be one name per node",
-            ),
-        )
+            ("hosts", len(self.hosts) in (0, self.num_nodes), f"{nodes}, so there must be one name per node"),
+        ]
         if problems := [f"{self.described(name)}: {rule}" for name, is_right, rule in rules if not is_right]:
             raise TopologyError("\n".join(problems))
 
@@ -103,6 +114,45 @@ def _is_loopback(address: str) -> bool:
         return address in ("localhost", "localhost.localdomain")
 
 
+# ---- How values of the environment are read and shown -----------------------------------------------------------------------
+
+
+def number(environment: Mapping[str, str], name: str, *, default: int = 0) -> int:
+    """Return the whole number that a variable holds. Raises TopologyError for anything else."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise TopologyError(f"{name} is {text!r}: it must be a whole number")
+    return int(text)
+
+
+def said(environment: Mapping[str, str], *names: str) -> str:
+    """Return the variables with their values, for messages: `SLURM_NODEID=1`."""
+    return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)
+
+
+def port_of_job(number: int, part: int = 0, *, apart: int = 97) -> int:
+    """Return a TCP port, 12000 to 31999, that jobs on one head hardly share: below those that Linux deals out (32768 and up).
+
+    Jobs meet only if their numbers differ by a multiple of 20000. `part` is the index of a task of an array, or of a step,
+    whose ports lie so far `apart`, which has no factor in common with 20000: all of a job differ and, with 97, also from
+    those of the jobs submitted after it for the next 96.
+    """
+    return 12000 + (number + apart * part) % 20000
+
+
+def short(host: str) -> str:
+    """Return the name of a host without its domain."""
+    return host.partition(".")[0]
+
+
+def with_suffix(host: str, environment: Mapping[str, str]) -> str:
+    """Return the name of `host` in the fast network: `jwb0001.site` and SAMERUN_HOST_SUFFIX=i give `jwb0001i.site`."""
+    name, dot, domain = host.partition(".")
+    return f"{name}{environment.get(HOST_SUFFIX, '')}{dot}{domain}"
+
+
+# ---- Sizes of a preset -------------------------------------------------------------------------------------------------------
+
 KEY = "parallelism_config_"
 """Prefix of a size's name in a preset, and after `--` on Accelerate's command line."""
 _IN_USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -132,30 +182,28 @@ def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node
     """
     if environ.get(_IN_USE, "false").lower() not in ("true", "1"):
         return Degrees()
-    sizes = {name: _size(environ, name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size", *UNSUPPORTED)}
-    for name, size in sizes.items():
-        if size != 1 and (name in UNSUPPORTED or strategy != "fsdp2"):
+    sizes, origins = {}, {}
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", *UNSUPPORTED):
+        origins[name] = variable = _PREFIX + name.upper()
+        size = environ.get(variable, "1")
+        if not re.fullmatch(r"-1|[1-9]\d*", size):
+            raise PresetError(
+                f"{KEY}{name} is {size!r} ({variable}): it must be a whole number, at least 1, or -1, which derives it"
+            )
+        if size != "1" and (name in UNSUPPORTED or strategy != "fsdp2"):
             needs = f"the preset's strategy is {strategy}, and this size needs distributed_type FSDP, fsdp_version 2"
             raise PresetError(f"{KEY}{name} is {size}: {UNSUPPORTED.get(name, needs)}. Leave it out of the preset")
-    return derived(
-        replicas=sizes["dp_replicate_size"],
-        shards=sizes["dp_shard_size"],
-        tensor_parallel=sizes["tp_size"],
-        world_size=world_size,
-        per_node=per_node,
-        origins={name: _PREFIX + name.upper() for name in sizes},
-    )
+        sizes[name] = int(size)
+    return derived(sizes, origins, world_size=world_size, per_node=per_node)
 
 
-def derived(
-    *, replicas: int, shards: int, tensor_parallel: int, world_size: int, per_node: int, origins: Mapping[str, str]
-) -> Degrees:
-    """Return the degrees that follow from a preset's sizes: of one process both are 1.
+def derived(sizes: Mapping[str, int], origins: Mapping[str, str], *, world_size: int, per_node: int) -> Degrees:
+    """Return the degrees that follow from a preset's sizes; one that is not given is 1.
 
-    Raises PresetError for both at once, and TopologyError for sizes that do not divide the processes.
+    Raises PresetError for replicas with tensor parallelism, and TopologyError for sizes that do not divide the processes.
     """
-    sizes = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": tensor_parallel}
-    named = {name: f"{KEY}{name} is {size} ({origins.get(name, 'default')})" for name, size in sizes.items()}
+    replicas, shards, tensor_parallel = (sizes.get(name, 1) for name in ("dp_replicate_size", "dp_shard_size", "tp_size"))
+    named = {name: f"{KEY}{name} is {size} ({origins[name]})" for name, size in sizes.items()}
     if replicas != 1 and tensor_parallel != 1:
         raise PresetError(
             f"{named['dp_replicate_size']} and {named['tp_size']}: replicas cannot be combined with tensor "
@@ -178,12 +226,3 @@ def derived(
             "nothing is sharded. Use more processes per node, or multi_node.yaml, which keeps whole copies"
         )
     return Degrees(copies, parts)
-
-
-def _size(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(_PREFIX + name.upper(), "1")
-    if text != str(DERIVED) and not (text.isdecimal() and int(text)):
-        raise PresetError(
-            f"{KEY}{name} is {text!r} ({_PREFIX}{name.upper()}): it must be a whole number, at least 1, or -1, which derives it"
-        )
-    return int(text)

@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,14 +19,9 @@ from typing import BinaryIO
 from app.errors import CheckpointError, SamerunError
 
 CHUNK_BYTES = 16 * 2**20
-_ADVICE = {
-    errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
-    errno.EDQUOT: "Free space in this quota, or keep fewer checkpoints.",
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f).",
-    errno.EROFS: "Mount it writable, or choose another --run-dir.",
-    errno.EACCES: "Give this user the right to, or choose another --run-dir.",
-    errno.EPERM: "Give this user the right to, or choose another --run-dir.",
-}
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there, or keep fewer checkpoints.") | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable for this user, or choose another --run-dir."
+)
 
 
 @dataclass(frozen=True)
@@ -134,10 +129,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | bytearray | memoryview], *
 def check_stamp(path: Path, stamp: Stamp, *, size_alone: bool = False) -> None:
     """Raise CheckpointError if a file is missing, or its size or, unless `size_alone`, its content is not as written."""
     with disk_errors(path, "read"):
-        try:
-            size_bytes = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: its checkpoint cannot be used.") from None
+        size_bytes = path.stat().st_size
         if size_bytes != stamp.size_bytes:
             raise CheckpointError(f"{path} has {size_bytes} bytes instead of {stamp.size_bytes}: it cannot be used.")
         if not size_alone and sha256_of(path) != stamp.sha256:
@@ -151,6 +143,18 @@ def sha256_of(path: Path) -> str:
 
 
 def remove_remains(folder: Path) -> None:
-    """Remove what killed processes had made of `folder`. Nobody may be making it meanwhile."""
+    """Remove what killed processes had made of `folder`. No process may be making it meanwhile."""
     for left in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder of this name, or of this name and a number, that did not exist. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, candidate = 1, path
+    while True:
+        with suppress(FileExistsError):
+            candidate.mkdir()
+            return candidate
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")

@@ -18,8 +18,8 @@ from typing import Any
 from app.errors import DataError
 
 NEEDS_CODE = (
-    "it needs code that comes with it (auto_map), and such code is never run: use one whose class the installed "
-    "transformers has"
+    "it needs code that comes with it, and such code is never run: use a model or tokenizer whose class the installed "
+    "transformers has, or convert a data set to Parquet files on a machine that may run its code"
 )
 
 
@@ -29,12 +29,8 @@ def _no_own_code() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        if "trust_remote_code" in str(error):
+        if "trust_remote_code" in str(error) or "scripts are no longer supported" in str(error):
             raise PermissionError(NEEDS_CODE) from error
-        if "scripts are no longer supported" in str(error):
-            raise PermissionError(
-                "it has a loading script, and such code is never run: convert it to Parquet files on a machine that may run it"
-            ) from error
         raise
 
 
@@ -43,7 +39,7 @@ def model(kind: Any, folder: Path, **options: Any) -> tuple[Any, Mapping[str, An
 
     Raises PermissionError if it needs code of its own.
     """
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # those are told, instead of a table
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # our callers report them
     with _no_own_code():
         found: tuple[Any, Mapping[str, Any]] = kind.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, weights_only=True, **options

@@ -26,18 +26,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
+from app.distributed import numerics
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import PresetError
 from app.init import tensor_parallel
 from app.init.model_tensors import as_text, digest_of, is_sharded
 from app.init.region import Region
-from app.init.units import Units, block_classes, place, places, popped
+from app.init.units import Units, block_classes, place, places
 from app.task import Task, overrides
 
 Note = Callable[[str, Tensor], None]
 """Called with each whole drawn tensor, by its name, in the type in which the model will have it."""
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module, Units | None]:
@@ -158,15 +158,14 @@ def prepare(runtime: Runtime, task: Task, model: nn.Module, optimizer: torch.opt
 def can_shard(runtime: Runtime) -> bool:
     """Return whether the preset shards a model that is drawn by units.
 
-    Not those of FSDP2 under which `prepare` first wraps or fills layers; of DeepSpeed, ZeRO-3 with parameters in memory.
+    Not those of FSDP2 under which `prepare` first wraps or fills layers; of DeepSpeed, ZeRO-3.
     """
     state: Any = runtime.accelerator.state
     if runtime.launched.strategy == "fsdp2":
         return not (state.fsdp_plugin.cpu_ram_efficient_loading or state.fsdp_plugin.ignored_modules)
     if runtime.launched.strategy != "deepspeed":
         return False
-    zero: dict[str, Any] = state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    return zero.get("stage") == 3 and (zero.get("offload_param") or {}).get("device") in (None, "none", "cpu")
+    return bool(state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("stage") == 3)
 
 
 def offloads(accelerator: Accelerator) -> bool:
@@ -200,7 +199,7 @@ def _fill_zero3(accelerator: Accelerator, model: nn.Module, units: Units, note: 
     import deepspeed
 
     where, precision = places(model), accelerator.mixed_precision
-    half = _HALVES.get(precision)
+    half = numerics.HALF.get(precision)
     config: dict[str, Any] = {  # the settings that decide how parameters are sharded
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": _without_auto(accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]),
@@ -246,7 +245,8 @@ def _fill_fsdp2(accelerator: Accelerator, model: nn.Module, units: Units, note: 
             setattr(module, other, getattr(first, key))
     model._apply(lambda tensor: tensor)  # FSDP2 then looks up the parameters of its modules again
     for _, drawn in units.drawn():
-        for name, whole in popped(drawn):
+        for name in list(drawn):  # each tensor is forgotten as soon as it is in its place
+            whole = drawn.pop(name)
             module, key = where[name][0]
             target: Any = getattr(module, key)
             values = whole.to(target.dtype)

@@ -54,11 +54,31 @@ class Region:
 
         if not isinstance(tensor, DTensor):
             return cls.flat(0, tensor.numel())
-        mesh, placements = tensor.device_mesh, tensor.placements
-        found = placed(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
-        if found is None or found.count != tensor.to_local().numel():
+        shape, mesh, placements = tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements
+        coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+        dims = {getattr(placement, "dim", 0) for placement in placements}
+        if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements) or not dims <= {0, 1}:
             raise _unsupported(tensor, name)
-        return found
+        rows, columns, *rest = (*shape, 1, 1)
+        bounds = []
+        for dim, length in enumerate((rows, columns)):
+            axes = [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
+            order = _order(axes, mesh, placements)
+            if order is None:
+                raise _unsupported(tensor, name)
+            first, count = 0, length
+            for at in order:
+                share = -(-count // mesh[at])  # as torch.chunk splits
+                before = min(coordinate[at] * share, count)
+                first, count = first + before, min(share, count - before)
+            bounds.append((first, count))
+        (top, height), (left, width) = bounds
+        size, stride = prod(rest), columns * prod(rest)
+        if height * width * size != tensor.to_local().numel():
+            raise _unsupported(tensor, name)
+        if 0 in (height, width, size):
+            return cls.flat(0, 0)
+        return cls.made(top * stride + left * size, height * width * size, width * size, stride)
 
     @property
     def end(self) -> int:
@@ -207,36 +227,6 @@ def _unsupported(tensor: Any, name: str) -> PresetError:
         f"{name}, {tuple(tensor.shape)}, is sharded as {tensor.placements} over {tensor.device_mesh}: a process has neither "
         "rows nor columns of it, or others do not have the same ones. Use an unchanged preset of accelerate_configs/."
     )
-
-
-def placed(
-    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Any]
-) -> Region | None:
-    """Return the elements of the process at `coordinate` of a mesh of this shape: rows, columns, or columns of rows.
-
-    None if they are anything else.
-    """
-    dims = {getattr(placement, "dim", 0) for placement in placements}
-    if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements) or not dims <= {0, 1}:
-        return None
-    rows, columns, *rest = (*shape, 1, 1)
-    bounds = []
-    for dim, length in enumerate((rows, columns)):
-        axes = [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
-        order = _order(axes, mesh, placements)
-        if order is None:
-            return None
-        first, count = 0, length
-        for at in order:
-            share = -(-count // mesh[at])  # as torch.chunk splits
-            before = min(coordinate[at] * share, count)
-            first, count = first + before, min(share, count - before)
-        bounds.append((first, count))
-    (top, height), (left, width) = bounds
-    size, stride = prod(rest), columns * prod(rest)
-    if 0 in (height, width, size):
-        return Region.flat(0, 0)
-    return Region.made(top * stride + left * size, height * width * size, width * size, stride)
 
 
 def _order(axes: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> list[int] | None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from app.distributed import sample_dropout
+from app.environment.topology import listed
 from app.errors import PresetError
 
 _COLUMNS, _ROWS = 1, 0
@@ -36,7 +37,6 @@ _SUMMED = "replicated_with_grad_allreduce"
 """Rule for whole parameters whose gradient is the sum over the processes."""
 _WHOLE_AGAIN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 """Rules of layers with whole inputs and outputs: such a layer can stay whole itself."""
-_MOST_NAMED = 3
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -72,10 +72,9 @@ def check(model: nn.Module, parts: int) -> None:
         weight: Any = module.weight
         sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {kind_of_layer}"] = weight.shape[DIVIDED[rule]]
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
-        common = math.gcd(*sizes.values())
-        possible = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+        most = math.gcd(*sizes.values())
         raise PresetError(
-            f"{asked} cannot divide {', '.join(wrong[:_MOST_NAMED])} evenly: --tensor-parallel may be {possible} for this model"
+            f"{asked} cannot divide {listed(wrong, 3)} evenly: --tensor-parallel must divide {most} for this model"
         )
 
 

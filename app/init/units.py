@@ -49,12 +49,15 @@ class Units:
         classes = block_classes(task, model)
         self._is_block: dict[str, bool] = {}
         """Each unit in the order of the modules, and whether it is a block, which includes its submodules."""
+        self.blocks: set[str] = set()
+        """Classes of the model's blocks."""
         inside: set[nn.Module] = set()
         for name, module in self._model.named_modules():
             if module in inside:
                 continue
             if type(module).__name__ in classes:
                 self._is_block[name] = True
+                self.blocks.add(type(module).__name__)
                 inside.update(module.modules())
             elif any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
                 self._is_block[name] = False
@@ -62,7 +65,7 @@ class Units:
     def drawn(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each unit's name, and its parameters and buffers, on the CPU, by their names in the model; each tensor once.
 
-        Take tensors out of the dict (`popped`) to have the memory of one unit at a time.
+        Take tensors out of the dict to have the memory of one unit at a time.
         Raises RecipeError for tensors that the task's `init_module` has not filled.
         """
         owned: set[int] = set()
@@ -76,11 +79,6 @@ class Units:
             yield unit, found
             found.clear()
             host.give_back()  # shares that stay fragment the memory of earlier units: larger units would not fit there
-
-    @property
-    def blocks(self) -> set[str]:
-        """Classes of the model's blocks."""
-        return {type(self._model.get_submodule(name)).__name__ for name, is_block in self._is_block.items() if is_block}
 
     def _draw(self, unit: str, *, is_block: bool) -> dict[str, Tensor]:
         module = self._model.get_submodule(unit)
@@ -125,12 +123,6 @@ def places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return found
 
 
-def popped(drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the drawn tensors, and forget each."""
-    for name in list(drawn):
-        yield name, drawn.pop(name)
-
-
 def place(
     places: Mapping[str, list[tuple[nn.Module, str]]],
     drawn: dict[str, Tensor],
@@ -143,7 +135,8 @@ def place(
     stays one. `note` is called with each, by its name.
     """
     parameters = []
-    for name, values in popped(drawn):
+    for name in list(drawn):
+        values = drawn.pop(name)
         module, key = places[name][0]
         meta = getattr(module, key)
         is_parameter = isinstance(meta, nn.Parameter)

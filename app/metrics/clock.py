@@ -1,15 +1,20 @@
-"""Where one process spends its time, and the floating-point operations of a sample.
+"""Where one process spends its time, how long it waits for other ranks, and the floating-point operations of a sample.
 
 Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works through its queue while the host is ahead of it,
 so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html, "Asynchronous
 execution"): the time in which it idled for data is then the wait, however long the host was asleep.
 
-Within a lap the time in which the process waits for other ranks (`begin_wait` to `end_wait`) is a phase of its own.
+Within a lap the time in which the process waits for other ranks (`begin_wait` to `end_wait`) is a phase of its own: exposed
+communication, which no work hides. It is measured without waiting for a GPU. DDP is timed by callbacks around its own, at the
+end of a backward pass. FSDP2 and DeepSpeed are Python: on a CPU their ranks wait in torch's `Work.wait`; on GPUs their streams
+wait for events, or for a collective that is put into them. torch has no hook there, so the methods through which both go are
+replaced by timed ones while a run trains.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +23,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
+import torch.nn.modules.linear_cross_entropy  # registers its operators
+from torch.distributed import _functional_collectives
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.distributed import numerics
+from app.distributed import model_preparation, numerics
 from app.distributed.numerics import without_data
 
 Phase = Literal["data_wait", "forward_backward", "optimizer", "communication", "other"]
 """`communication` is the part of a lap spent waiting for other ranks; `other` is the rest: counting, logging, agreeing."""
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _MOST_PENDING = 512
-"""Events that are kept until they are read: a GPU's queue is not longer."""
+"""Marks that are kept until they are read: a GPU's queue is not longer."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,14 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.pause_s = 0.0
         """Length of the last pause."""
-        self._held_s, self._spent_s, self._since_s = 0.0, 0.0, time.perf_counter()
-        self._laps = _CudaLaps(device) if device.type == "cuda" else _HostLaps()
-        self._is_paused = False
+        self._held_s, self._spent_s, self._since_s, self._is_paused = 0.0, 0.0, time.perf_counter(), False
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._phases_s = dict.fromkeys(_PHASES, 0.0)
+        self._begun_s = 0.0
+        """Of the lap that has not ended, the time before its last wait, without waits."""
+        self._marks: deque[tuple[Phase | Literal["lap", "pause"], Any]] = deque()
+        """Moments that are not read yet, each with what ends there: a phase, the part of a lap before a wait, or a pause."""
+        self._mark("pause")
 
     @property
     def training_s(self) -> float:
@@ -66,22 +80,22 @@ class Clock:
 
     def lap(self, phase: Phase) -> None:
         """End a lap: the time since the last one belongs to this phase."""
-        self._laps.end(phase)
+        self._mark(phase)
 
     def begin_wait(self) -> bool:
         """Note that the process begins to wait for other ranks; return False, and note nothing, in a pause."""
         if not self._is_paused:
-            self._laps.begin_wait()
+            self._mark("lap")
         return not self._is_paused
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
-        self._laps.end_wait()
+        self._mark("communication")
 
     def spent(self) -> Spent:
         """Return the time since the start; the phases up to the last lap. Waits for a GPU to reach it."""
-        phases_s = self._laps.total_s()
-        return Spent(self.training_s, self._held_s, phases_s)
+        self._read(leave=1)
+        return Spent(self.training_s, self._held_s, dict(self._phases_s))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,7 +107,7 @@ class Clock:
                 yield
         finally:
             self._is_paused = False
-            self._laps.begin()
+            self._mark("pause")
             self._since_s = time.perf_counter()
             self.pause_s = self._since_s - start_s
 
@@ -104,151 +118,142 @@ class Clock:
             yield
         self._held_s += self.pause_s
 
-
-class _HostLaps:
-    def __init__(self) -> None:
-        self._total_s = dict.fromkeys(_PHASES, 0.0)
-        self._waited_s = self._wait_begin_s = 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a lap here: the time before it is in no phase."""
-        self._begin_s, self._waited_s = time.perf_counter(), 0.0
-
-    def end(self, phase: Phase) -> None:
-        """End a lap, and begin the next."""
-        now_s = time.perf_counter()
-        self._add(phase, now_s - self._begin_s - self._waited_s)
-        self._begin_s = now_s
-
-    def begin_wait(self) -> None:
-        """Begin to wait for other ranks."""
-        self._wait_begin_s = time.perf_counter()
-
-    def end_wait(self) -> None:
-        """End the wait."""
-        self._waited_s += time.perf_counter() - self._wait_begin_s
-
-    def _add(self, phase: Phase, time_s: float) -> None:
-        """Add a lap without its waits, and these."""
-        self._total_s[phase] += time_s
-        self._total_s["communication"] += self._waited_s
-        self._waited_s = 0.0
-
-    def total_s(self) -> dict[Phase, float]:
-        """Return the time of every phase in seconds."""
-        return dict(self._total_s)
-
-
-class _CudaLaps(_HostLaps):
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._free: list[Any] = []
-        self._pending: deque[tuple[Phase | Literal["lap", "wait"] | None, Any]] = deque()
-        """Events that are not read yet, each with what ends with it: a phase, the part of a lap before a wait, or a wait."""
-        self._worked_s = 0.0
-        """Of the lap that has not ended."""
-        super().__init__()
-
-    def begin(self) -> None:
-        self._record(None)
-
-    def end(self, phase: Phase) -> None:
-        self._record(phase)
-
-    def begin_wait(self) -> None:
-        self._record("lap")
-
-    def end_wait(self) -> None:
-        self._record("wait")
-
-    def total_s(self) -> dict[Phase, float]:
-        self._read(leave=1)
-        return super().total_s()
-
-    def _record(self, ended: Phase | Literal["lap", "wait"] | None) -> None:
+    def _mark(self, ended: Phase | Literal["lap", "pause"]) -> None:
         self._read(leave=_MOST_PENDING)
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        self._pending.append((ended, event))
+        moment: Any = time.perf_counter()
+        if self._stream is not None:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record(self._stream)
+        self._marks.append((ended, moment))
 
     def _read(self, *, leave: int) -> None:
-        """Read the oldest events, all but `leave`; waits for a GPU that has not reached them."""
-        while len(self._pending) > leave:
-            begin = self._pending.popleft()[1]
-            ended, end = self._pending[0]
-            end.synchronize()
-            elapsed_s = begin.elapsed_time(end) / 1000
-            if ended == "wait":
-                self._waited_s += elapsed_s
-            elif ended == "lap":
-                self._worked_s += elapsed_s
+        """Read the oldest marks, all but `leave`; waits for a GPU that has not reached them."""
+        while len(self._marks) > leave:
+            begin = self._marks.popleft()[1]
+            ended, end = self._marks[0]
+            if self._stream is None:
+                elapsed_s = end - begin
             else:
-                if ended is None:
-                    self._waited_s = 0.0
-                else:
-                    self._add(ended, self._worked_s + elapsed_s)
-                self._worked_s = 0.0
-            self._free.append(begin)
+                end.synchronize()
+                elapsed_s = begin.elapsed_time(end) / 1000
+            if ended == "lap":
+                self._begun_s += elapsed_s
+            elif ended == "communication":
+                self._phases_s[ended] += elapsed_s
+            elif ended != "pause":
+                self._phases_s[ended] += self._begun_s + elapsed_s
+                self._begun_s = 0.0
+
+
+@contextmanager
+def waits_timed(model: torch.nn.Module, clock: Clock, device: torch.device) -> Iterator[None]:
+    """Measure within the block when this process, which trains a prepared `model`, waits for other ranks."""
+    inner = model_preparation.uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        with _backward_passes_timed(inner, clock):
+            yield
+        return
+    waits: list[tuple[Any, str]] = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor")]
+    training: torch.cuda.Stream | None = None
+    if device.type == "cuda":
+        training = torch.cuda.current_stream(device)
+        # Their names differ between versions of torch.
+        kinds = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
+        waits += [(dist.ProcessGroup, name) for name in vars(dist.ProcessGroup) if name.lstrip("_").startswith(kinds)]
+        waits += [(torch.cuda.Stream, "synchronize"), (torch.cuda.Stream, "wait_event")]
+    originals = [vars(owner)[name] for owner, name in waits] if dist.is_initialized() else []
+    try:
+        for (owner, name), original in zip(waits, originals, strict=False):
+            setattr(owner, name, _timed(original, clock, training))
+        yield
+    finally:
+        for (owner, name), original in zip(waits, originals, strict=False):
+            setattr(owner, name, original)
+
+
+def _timed(wait: Callable[..., Any], clock: Clock, training: torch.cuda.Stream | None) -> Callable[..., Any]:
+    """Return a function in which this process may wait, and which measures how long. `training` is the stream that trains."""
+
+    @functools.wraps(wait)
+    def timed(*args: Any, **keywords: Any) -> Any:
+        # Threads that Python has started write checkpoints. Torch's own run the backward passes on GPUs.
+        is_training = type(threading.current_thread()) is not threading.Thread
+        if training is not None:
+            stream = args[0] if wait.__name__ == "wait_event" else torch.cuda.current_stream(training.device)
+            is_training = is_training and bool(stream == training)
+        if not is_training or not clock.begin_wait():
+            return wait(*args, **keywords)
+        try:
+            return wait(*args, **keywords)
+        finally:
+            clock.end_wait()
+
+    return timed
+
+
+@contextmanager
+def _backward_passes_timed(ddp: DistributedDataParallel, clock: Clock) -> Iterator[None]:
+    """Measure the rest of DDP's communication after a backward pass has computed its last gradient.
+
+    DDP waits for it, or has the stream wait, in a callback at the end of the pass, which it asks for when the last gradient is
+    there (torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready`). Callbacks are called in the order in which they were
+    asked for, and may ask for more (torch/csrc/autograd/engine.cpp, `exec_post_processing`). Ours is asked for with a gradient,
+    before DDP takes note of that, so it comes before DDP's; and what it asks for comes after.
+    """
+    ask_for = torch.autograd.Variable._execution_engine.queue_callback
+
+    def begin() -> None:
+        if clock.begin_wait():
+            ask_for(clock.end_wait)
+
+    def see(_gradient: torch.Tensor) -> None:
+        if ddp.require_backward_grad_sync:
+            ask_for(begin)
+
+    # Who looks at a gradient may have it copied: let it be the smallest.
+    smallest = min((weight for weight in ddp.parameters() if weight.requires_grad), key=torch.Tensor.numel)
+    handle = smallest.register_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _BACKWARD = 2
 """The backward pass takes twice the forward's arithmetic: the gradients of weights and of inputs each are as many products
 (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, arXiv:2104.04473, appendix)."""
-
-
-@dataclass(frozen=True)
-class _Peak:
-    """Dense FLOP/s in units of 1e12, from the makers' data sheets; the figures with sparsity are twice as high."""
-
-    fp16: float
-    bf16: float | None
-    """None: the device has no instructions for it."""
-    tf32: float | None
-    float32: float
-
-
-_H100_SXM = _Peak(989.4, 989.4, 494.7, 66.9)
-_H100_NVL = _Peak(835.5, 835.5, 417.5, 60)
-_A100 = _Peak(312, 312, 156, 19.5)
-_V100_SXM2, _V100_PCIE = _Peak(125, None, None, 15.7), _Peak(112, None, None, 14)
-
 # By the whole name that torch has for a device: names are parts of others (A10, A100, RTX A1000), and a name with more to it is
 # another device: a slice of one (MIG), a virtual one, or one that was made for a single customer, with other clocks.
-_PEAKS = {
-    "NVIDIA GB200": _Peak(2500, 2500, 1250, 80),  # GB200 NVL72 datasheet, 1/72 of it
-    "NVIDIA B200": _Peak(2250, 2250, 1125, 75),  # DGX B200 datasheet, 1/8 of it
-    "NVIDIA GH200 120GB": _H100_SXM,  # GH200 datasheet
-    "NVIDIA GH200 480GB": _H100_SXM,
-    "NVIDIA GH200 144G HBM3e": _H100_SXM,
-    "NVIDIA H200": _H100_SXM,  # H200 datasheet
-    "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,  # H100 datasheet: the SXM module
-    "NVIDIA H100 PCIe": _Peak(756, 756, 378, 51),
-    "NVIDIA H100 NVL": _H100_NVL,
-    "NVIDIA A100-SXM4-40GB": _A100,  # A100 datasheet
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA A40": _Peak(149.7, 149.7, 74.8, 37.4),  # A40 datasheet
-    "NVIDIA A30": _Peak(165, 165, 82, 10.3),  # A30 datasheet
-    "NVIDIA A10": _Peak(125, 125, 62.5, 31.2),  # A10 datasheet
-    "NVIDIA A2": _Peak(18, 18, 9, 4.5),  # A2 datasheet
-    "NVIDIA L40S": _Peak(362, 362, 183, 91.6),  # L40S datasheet
-    "NVIDIA L40": _Peak(181, 181, 90.5, 90.5),  # L40 datasheet
-    "NVIDIA L4": _Peak(121, 121, 60, 30.3),  # L4 datasheet
-    "NVIDIA GeForce RTX 4090": _Peak(165.2, 165.2, 82.6, 82.6),  # Ada whitepaper, appendix A: sums in float32
-    "NVIDIA GeForce RTX 3090": _Peak(71, 71, 35.6, 35.6),  # GA102 whitepaper, appendix A: sums in float32
-    "Tesla V100-SXM2-16GB": _V100_SXM2,  # V100 datasheet
-    "Tesla V100-SXM2-32GB": _V100_SXM2,
-    "Tesla V100-PCIE-16GB": _V100_PCIE,
-    "Tesla V100-PCIE-32GB": _V100_PCIE,
-    "Tesla V100S-PCIE-32GB": _Peak(130, None, None, 16.4),
-    "Tesla T4": _Peak(65, None, None, 8.1),  # T4 datasheet
+_PEAKS: dict[str, tuple[float, float | None, float | None, float]] = {
+    "NVIDIA GB200": (2500, 2500, 1250, 80),  # GB200 NVL72 datasheet, 1/72 of it
+    "NVIDIA B200": (2250, 2250, 1125, 75),  # DGX B200 datasheet, 1/8 of it
+    **dict.fromkeys(  # H100 datasheet: the SXM module; GH200 and H200 datasheets
+        ("NVIDIA GH200 120GB", "NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "NVIDIA H200", "NVIDIA H100 80GB HBM3"),
+        (989.4, 989.4, 494.7, 66.9),
+    ),
+    **dict.fromkeys(("NVIDIA H200 NVL", "NVIDIA H100 NVL"), (835.5, 835.5, 417.5, 60)),
+    "NVIDIA H100 PCIe": (756, 756, 378, 51),
+    **dict.fromkeys(  # A100 datasheet
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+        (312, 312, 156, 19.5),
+    ),
+    "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),  # A40 datasheet
+    "NVIDIA A30": (165, 165, 82, 10.3),  # A30 datasheet
+    "NVIDIA A10": (125, 125, 62.5, 31.2),  # A10 datasheet
+    "NVIDIA L40S": (362, 362, 183, 91.6),  # L40S datasheet
+    "NVIDIA L40": (181, 181, 90.5, 90.5),  # L40 datasheet
+    "NVIDIA L4": (121, 121, 60, 30.3),  # L4 datasheet
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),  # Ada whitepaper, appendix A: sums in float32
+    "NVIDIA GeForce RTX 3090": (71, 71, 35.6, 35.6),  # GA102 whitepaper, appendix A: sums in float32
+    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (125, None, None, 15.7)),  # V100 datasheet
+    **dict.fromkeys(("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"), (112, None, None, 14)),
+    "Tesla T4": (65, None, None, 8.1),  # T4 datasheet
     # Matrix products in float32 do not round to TF32 there unless they are told to.
-    "AMD Instinct MI300X": _Peak(1307.4, 1307.4, None, 163.4),  # MI300X datasheet
-    "AMD Instinct MI250X": _Peak(191.5, 191.5, None, 47.85),  # MI250X datasheet, half of it: it is two devices
+    "AMD Instinct MI300X": (1307.4, 1307.4, None, 163.4),  # MI300X datasheet
+    "AMD Instinct MI250X": (191.5, 191.5, None, 47.85),  # MI250X datasheet, half of it: it is two devices
 }
+"""Dense FLOP/s in fp16, bf16, TF32 and float32, in units of 1e12, from the makers' data sheets; the figures with sparsity are
+twice as high. None: the device has no instructions for it."""
 
 
 def training_flops(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> float:
@@ -276,11 +281,8 @@ def training_flops(model: torch.nn.Module, forward: Callable[[Callable[..., Any]
 
 def _chunked_heads() -> dict[Any, Callable[..., int]]:
     """Return the arithmetic of torch's linear cross entropy in chunks, which its counter takes for nothing."""
-    with suppress(ImportError):  # torch before 2.13 has none
-        importlib.import_module("torch.nn.modules.linear_cross_entropy")  # which registers them
-    names = ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
-    found = (getattr(torch.ops.torch_nn, name, None) for name in names)
-    return dict(zip(filter(None, found), (_reduced_head, _head), strict=False))
+    heads = {"_linear_cross_entropy_batch_chunked": _reduced_head, "_linear_cross_entropy_batch_chunked_no_reduction": _head}
+    return {getattr(torch.ops.torch_nn, name): count for name, count in heads.items() if hasattr(torch.ops.torch_nn, name)}
 
 
 def _head(inputs: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any) -> int:  # noqa: ARG001
@@ -308,11 +310,10 @@ def peak_per_s(device: torch.device, *, mixed_precision: str) -> float | None:
 def peak_of(name: str, *, mixed_precision: str, tf32: bool) -> float | None:
     """Return the FLOP/s of the device that torch calls so, or None for one that is not known, or not in this precision.
 
-    `tf32`: whether float32 numbers may be rounded to it. Drivers of before 2021 left NVIDIA out of the names.
+    `tf32`: whether float32 numbers may be rounded to it.
     """
-    peak = _PEAKS.get(name) or _PEAKS.get(f"NVIDIA {name}")
-    if peak is None:
+    if name not in _PEAKS:
         return None
-    in_float32 = (peak.tf32 or peak.float32) if tf32 else peak.float32
-    found = {"fp16": peak.fp16, "bf16": peak.bf16, "no": in_float32}[mixed_precision]
+    fp16, bf16, in_tf32, float32 = _PEAKS[name]
+    found = {"fp16": fp16, "bf16": bf16, "no": in_tf32 if tf32 and in_tf32 else float32}[mixed_precision]
     return None if found is None else found * 1e12

@@ -18,7 +18,6 @@ from torch import Tensor
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
 from app.metrics.clock import NOTHING, Clock, Phase, Spent
-from app.metrics.communication import Communication
 from app.metrics.trackers import Trackers
 from app.optim.steps import Step
 from app.recipe.schema import LogRecipe
@@ -51,9 +50,7 @@ class Losses:
             )
         count = self._scalar(loss.count)
         values = [torch.where(count > 0, loss.mean.detach().double() * count, 0.0), count]
-        for later in sums.values():
-            found, of = later.of(*(tensor.unsqueeze(0) for tensor in later.tensors))
-            values += [found.double().sum(), self._scalar(of)]
+        values += [self._scalar(part) for pair in sums.values() for part in pair]
         self._step = self._step + torch.stack(values)
 
     def _scalar(self, number: float | Tensor) -> Tensor:
@@ -76,41 +73,14 @@ class Losses:
         return taken
 
 
-class SampleDigests:
-    """The samples that this process was fed, as one number a step: made on the device, and nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._batches: list[Tensor] = []
-        self._digests: list[Tensor] = []
-
-    def add(self, samples: Tensor) -> None:
-        """Add the sample numbers, int64 [micro-batch], of one forward pass."""
-        self._batches.append(samples)
-
-    def end_step(self) -> None:
-        """Finish a step."""
-        self._digests.append(ledger.digest(torch.cat(self._batches)))
-        self._batches = []
-
-    def take(self) -> Tensor:
-        """Return the digests, int64 [steps], of all steps since the last call, of which there is at least one."""
-        digests, self._digests = torch.stack(self._digests), []
-        return digests
-
-
-_RECORD_EVERY_S = 1.0
-"""Least time between two lines of the ledger, of which nobody wants fifty a second; a kill leaves so much unrecorded."""
-
-
 class Metrics:
-    """Collects each step's loss and samples, and writes a line every so many steps."""
+    """Collects each step's loss and samples, and writes a line for each log."""
 
     def __init__(
         self,
         runtime: Runtime,
         claim: Claim,
         trackers: Trackers,
-        model: torch.nn.Module,
         *,
         global_batch_size: int,
         flops_per_sample: float,
@@ -119,17 +89,12 @@ class Metrics:
         unit: str = SAMPLES,
         first_step: int = 0,
     ) -> None:
-        """`model` is prepared; `unit` is the task's.
-
-        `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
-        do, if known.
+        """`flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
+        do, if known; `unit` is the task's.
         """
         self.clock, self.trackers = Clock(runtime.device), trackers
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
-        self._communication = Communication(model, self.clock, runtime.device)
-        self.timed = self._communication.timed
-        """The block in which the run trains: waits for other ranks are measured in it."""
         self.skipped_in_row = 0
         """Consecutive skipped steps, up to the last log."""
         self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
@@ -137,21 +102,22 @@ class Metrics:
         self._samples: list[int] = []
         self._losses = Losses(runtime.device, with_sums=log.train_scores)
         self.units = UnitCounts(unit)
-        self._digests = SampleDigests()
-        self._unseen: list[Step] = []
-        self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
-        # What the next line must say, and what the ledger's has to.
-        self._skipped_to_log: list[int] = []
-        self._skipped_to_record: list[int] = []
+        # The samples that this process was fed: their numbers in this step, and a digest for each step before, on the device.
+        self._batches: list[Tensor] = []
+        self._digests: list[Tensor] = []
+        self._unrecorded: list[Step] = []
+        """Steps that the ledger does not have yet."""
+        self._grad_norm = math.nan
+        self._skipped: list[int] = []
+        """Skipped steps since the last line."""
         self._written_s: float | None = None
         self._logged_steps, self._logged = first_step, NOTHING
         self._recorded_steps, self._recorded = first_step, NOTHING
-        self._unrecorded_s = 0.0
 
     def add(self, loss: Loss, samples: torch.Tensor) -> None:
         """Take in one forward pass over B samples: its loss, and their numbers, int64 [B]."""
         self._losses.add(loss)
-        self._digests.add(samples)
+        self._batches.append(samples)
         if self._record_samples:
             self._samples += self._runtime.gather_rows(samples).tolist()
 
@@ -160,10 +126,10 @@ class Metrics:
 
         `total` is what the `Loss.count` of all its passes on all ranks were to add up to; a tensor is a scalar.
         """
-        self._digests.end_step()
-        self._unseen.append(taken)
+        self._digests.append(ledger.digest(torch.cat(self._batches)))
+        self._batches = []
+        self._unrecorded.append(taken)
         self.units.end_step(total)
-        self._ended_steps = step
         self._losses.end_step(taken.skipped)
         if self._record_samples:
             self._append(run_folder.SAMPLES, {"step": step, "samples": self._samples})
@@ -175,48 +141,46 @@ class Metrics:
         Raises TrainingError, on all ranks, if the loss is not finite although the gradients were, or if the losses were not
         means over as much as the gradients were weighted for.
         """
-        self._see_what_was_skipped()
+        self.flush()
         steps = step - self._logged_steps
-        applied = steps - len(self._skipped_to_log)
         spent = self.clock.spent()
         since = spent - self._logged
         samples = steps * self._global_batch_size
         (loss_sum, counted, *sums), readings = self._read(self._losses.take(), since, samples=samples)
         counts = self.units.take()
-        skipped = {at - self._logged_steps - 1 for at in self._skipped_to_log}
-        expected = sum(count for place, count in enumerate(counts) if place not in skipped)
+        expected = sum(count for at, count in enumerate(counts, start=self._logged_steps + 1) if at not in self._skipped)
         if counted != expected:
             raise TrainingError(
                 f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
                 f"gradients were weighted as means over {expected:,.0f}. {COUNT_RULE}"
             )
         loss = loss_sum / max(counted, 1)
-        self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
-        if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
-            self._record_steps()
+        pairs = zip(self._losses.names or (), sums[::2], sums[1::2], strict=True)  # the task's own sums, and their counts
+        scores = {name: total / count if count else None for name, total, count in pairs}
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} in steps {self._logged_steps + 1} to {step} (learning rate "
                 f"{learning_rate:g}): lower optim.lr, lengthen the warm-up, or set optim.clip_norm."
             )
+        rates = ("per_s", "per_s_per_device")
         line = {
             "step": step,
             "samples_seen": step * self._global_batch_size,
             **self.units.seen,
             "epoch": epoch,
-            "loss": loss if applied else None,
-            **self._reported(sums),
+            "loss": loss if len(self._skipped) < steps else None,
+            **scores,
             "learning_rate": learning_rate,
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
-            "skipped_steps": self._skipped_to_log,
+            "skipped_steps": self._skipped,
             **readings,
-            **self.units.rates(sum(counts), readings, samples=samples),
+            **self.units.named(**{rate: sum(counts) / samples * readings[f"samples_{rate}"] for rate in rates}),
             "training_s": spent.training_s,
             "saving_share": since.held_s / (since.training_s + since.held_s),
             "saving_held_s": since.held_s,
             "saving_written_s": self._written_s,
         }
-        self._skipped_to_log, self._written_s = [], None
+        self._skipped, self._written_s = [], None
         self._logged_steps, self._logged = step, spent
         self._write(run_folder.METRICS, line, shown=line)
         return line
@@ -225,7 +189,7 @@ class Metrics:
         """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of these samples.
 
         All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank
-        with most. What is not known is None: communication without a process group, utilization where the device's peak or the
+        with most. What is not known is None: communication of one process, utilization where the device's peak or the
         arithmetic of a sample is not known.
         """
         phases: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "communication")
@@ -245,7 +209,7 @@ class Metrics:
             "samples_per_s_per_device": samples_per_s / len(ranks),
             "data_wait_share": data_wait,
             "forward_backward_share": forward_backward,
-            "communication_share": communication if self._communication.is_timed else None,
+            "communication_share": communication if len(ranks) > 1 else None,
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
@@ -261,26 +225,44 @@ class Metrics:
         torch.cuda.reset_peak_memory_stats(device)
         return int(peak_bytes)
 
-    def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:
-        """The means of the task's own sums by name, of sums and counts in turns; None where nothing was counted."""
-        pairs = zip(self._losses.names or (), sums[::2], sums[1::2], strict=True)
-        return {name: total / count if count else None for name, total, count in pairs}
-
     def flush(self) -> None:
         """Write every step that has ended into the ledger. All ranks call it.
 
         Comes before a checkpoint is begun and before the run ends early, so that what is done is always recorded.
         """
-        self._record_steps()
+        if not self._unrecorded:
+            return
+        first, device = self._recorded_steps + 1, self._runtime.device
+        verdicts = [torch.as_tensor(taken.skipped, dtype=torch.float32, device=device) for taken in self._unrecorded]
+        skipped: list[int] = []
+        for step, is_skipped in enumerate(torch.stack(verdicts).tolist(), start=first):
+            self.skipped_in_row = self.skipped_in_row + 1 if is_skipped else 0
+            skipped += [step] if is_skipped else []
+        self._skipped += skipped
+        self._grad_norm = float(self._unrecorded[-1].grad_norm)
+        digests = self._runtime.reduce(torch.stack(self._digests)).tolist()
+        spent = self.clock.spent()
+        since = spent - self._recorded
+        steps = ledger.StepSpan(
+            first=first,
+            last=self._recorded_steps + len(digests),
+            digests=tuple(map(ledger.as_text, digests)),
+            skipped=tuple(skipped),
+            training_s=since.training_s,
+            waiting_s=since.phases_s["data_wait"],
+        )
+        self._append(run_folder.LEDGER, ledger.line(steps))
+        self._unrecorded, self._digests = [], []
+        self._recorded_steps, self._recorded = steps.last, spent
 
     def record_saved(self, step: int, *, held_s: float, written_s: float) -> None:
         """Write down that the checkpoint after `step` steps is committed, and the seconds of ledger.Saved. In any thread."""
         self._written_s = written_s
-        self._record(ledger.Saved(step=step, held_s=held_s, written_s=written_s))
+        self._append(run_folder.LEDGER, ledger.line(ledger.Saved(step=step, held_s=held_s, written_s=written_s)))
 
     def record_evaluation(self, step: int, *, epoch: int, scores: Mapping[str, float], held_s: float) -> None:
         """Record the named scores of the weights after `step` steps, and how long training paused for them."""
-        self._record(ledger.Evaluated(step=step, held_s=held_s))
+        self._append(run_folder.LEDGER, ledger.line(ledger.Evaluated(step=step, held_s=held_s)))
         place = {"step": step, "samples_seen": step * self._global_batch_size, **self.units.seen, "epoch": epoch}
         self._write(run_folder.EVALUATIONS, {**place, **scores}, shown=scores)
 
@@ -288,40 +270,7 @@ class Metrics:
         """Write down titles and texts that the weights after `step` steps have made."""
         for title, text in texts:
             self._append(run_folder.TEXTS, {"step": step, "title": title, "text": text, "time": round(time.time(), 3)})
-            self.trackers.tell(title, text, step=step)
-
-    def _record_steps(self) -> None:
-        if self._recorded_steps == self._ended_steps:
-            return
-        self._see_what_was_skipped()
-        digests = self._runtime.reduce(self._digests.take()).tolist()
-        spent = self.clock.spent()
-        since = spent - self._recorded
-        steps = ledger.StepSpan(
-            first=self._recorded_steps + 1,
-            last=self._ended_steps,
-            digests=tuple(map(ledger.as_text, digests)),
-            skipped=tuple(self._skipped_to_record),
-            training_s=since.training_s,
-            waiting_s=since.phases_s["data_wait"],
-        )
-        self._record(steps)
-        self._skipped_to_record, self._recorded_steps = [], self._ended_steps
-        self._recorded, self._unrecorded_s = spent, 0.0
-
-    def _see_what_was_skipped(self) -> None:
-        for step, skipped in enumerate(_on_host([taken.skipped for taken in self._unseen]), start=self._seen_steps + 1):
-            self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
-            if skipped:
-                self._skipped_to_log.append(step)
-                self._skipped_to_record.append(step)
-        if self._unseen:
-            self._grad_norm = float(self._unseen[-1].grad_norm)
-        self._unseen, self._seen_steps = [], self._ended_steps
-
-    def _record(self, event: ledger.Event) -> None:
-        if self._runtime.is_main:
-            self._claim.append(run_folder.LEDGER, ledger.line(event))
+            self.trackers.log_text(title, text, step=step)
 
     def _write(self, name: str, line: dict[str, Any], *, shown: Mapping[str, Any]) -> None:
         self._append(name, {**line, "time": round(time.time(), 3)})
@@ -331,13 +280,6 @@ class Metrics:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._runtime.is_main:
             self._claim.append(name, line)
-
-
-def _on_host(verdicts: Sequence[torch.Tensor | bool]) -> list[bool]:
-    """Return the verdicts (as `Step.skipped`); a device is asked once for all: each time takes some 20 us (an estimate)."""
-    asked = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
-    answers = iter(torch.stack(asked).bool().tolist() if asked else [])
-    return [next(answers) if isinstance(verdict, torch.Tensor) else verdict for verdict in verdicts]
 
 
 class UnitCounts:
@@ -358,35 +300,29 @@ class UnitCounts:
 
     def take(self) -> list[float]:
         """Return what each step since the last call counted."""
-        counts = [float(total) for total in self._untaken]
-        self._untaken = []
+        counts, self._untaken = [float(total) for total in self._untaken], []
         self._total += sum(counts)
         return counts
 
     @property
     def seen(self) -> dict[str, float]:
         """What the run has seen so far, by its name in a line."""
-        return self._named(seen=self.state())
-
-    def rates(self, counted: float, readings: Mapping[str, Any], *, samples: int) -> dict[str, float]:
-        """Return the rates of this many units, which came in this many samples, from the `readings` of these."""
-        return self._named(
-            **{rate: counted / samples * readings[f"{SAMPLES}_{rate}"] for rate in ("per_s", "per_s_per_device")}
-        )
+        return self.named(seen=self.state())
 
     def result(self, training_s: float, *, steps: int) -> dict[str, float | None]:
         """Return what the result reports of a start that took this many steps in this time."""
         rate = (self.state() - self._before) / training_s if steps else None
-        return {**self.seen, **self._named(per_s=rate)}
+        return self.named(seen=self.state(), per_s=rate)
 
     def state(self) -> float:
         """Return what `load` takes, as JSON holds it: an int where it is one, exact up to 2**53."""
-        total = self._total + sum(float(total) for total in self._untaken)
+        total = self._total + sum(map(float, self._untaken))
         return int(total) if total.is_integer() else total
 
     def load(self, state: float) -> None:
         """Continue from what a checkpoint has."""
         self._before = self._total = float(state)
 
-    def _named(self, **values: Any) -> dict[str, Any]:
+    def named(self, **values: Any) -> dict[str, Any]:
+        """Return the values by their names in a line."""
         return {} if self._name == SAMPLES else {f"{self._name}_{what}": value for what, value in values.items()}

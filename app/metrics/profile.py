@@ -3,7 +3,8 @@
 No rank leaves a meeting before all have come. If rank i left at `out_i` by its clock and rank 0 came at `in_0` by its own,
 then rank i's clock is ahead by no more than `out_i - in_0`; and by no less than `in_i - out_0`. Every meeting gives such
 bounds, and the narrowest hold: the error is at most half their distance, whatever the network does (as in F. Cristian,
-"Probabilistic clock synchronization", Distributed Computing 3, 1989, with a collective for the message).
+"Probabilistic clock synchronization", Distributed Computing 3, 1989, with a collective for the message). The ranks of one host
+have one clock, so the narrowest of theirs hold for all of them.
 
 RUN/profile has torch's trace of each rank, rank-K.json.gz, and ranks.json, which describes the ranks and their clocks. Steps
 and their phases are named ranges. A trace that cannot be written does not end the run.
@@ -19,7 +20,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,45 +36,22 @@ _MEETINGS = 20
 """Enough for one in which nobody was late: a few milliseconds through gloo."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """How far the clock of a rank on `host` is ahead of rank 0's, at least and at most, in nanoseconds."""
+def clock_bounds(
+    greatest: Callable[[Sequence[float]], list[float]], now_ns: Callable[[], int], *, is_main: bool
+) -> tuple[float, float]:
+    """Return how far this rank's clock is ahead of rank 0's, at least and at most, in nanoseconds. All ranks call this.
 
-    host: str
-    least_ns: float
-    most_ns: float
-
-
-def bounds(meet: Callable[[Sequence[float]], list[float]], now_ns: Callable[[], int], *, host: str, rank: int,
-           world_size: int) -> Bounds:  # fmt: skip
-    """Return this rank's bounds. `meet` returns the greatest of all ranks' values, place by place; all ranks call this.
-
-    `now_ns` is the clock of `host`, in nanoseconds, small enough for a float64 to hold exactly.
+    `greatest` returns the greatest of all ranks' values, place by place. `now_ns` is the clock, in nanoseconds, small enough
+    for a float64 to hold exactly.
     """
-    most_ns, least_of_all_ns = math.inf, [-math.inf] * world_size
+    least_ns, most_ns, came_ns, left_ns = -math.inf, math.inf, 0.0, math.inf
     for _ in range(_MEETINGS):
-        came: list[float] = [-math.inf] * world_size
-        came[rank] = now_ns()
-        came = meet(came)
+        came_before_ns, came_ns = came_ns, now_ns()
+        main_came_ns, main_left_before_ns = greatest([came_ns, left_ns] if is_main else [-math.inf, -math.inf])
         left_ns = now_ns()
-        most_ns = min(most_ns, left_ns - came[0])
-        if rank == 0:
-            least_of_all_ns = [max(least, there - left_ns) for least, there in zip(least_of_all_ns, came, strict=True)]
-    return Bounds(host, meet(least_of_all_ns)[rank], most_ns)
-
-
-def offset(rank: int, of_all: Sequence[Bounds]) -> tuple[float, float]:
-    """Return how far a rank's clock is ahead of rank 0's, in nanoseconds, and the error, from the bounds of all ranks.
-
-    The ranks of one host have one clock; those on rank 0's host have its clock, without error. Bounds that contradict each
-    other, because a clock was set in between, give an error as large as the contradiction.
-    """
-    host = of_all[rank].host
-    if host == of_all[0].host:
-        return 0.0, 0.0
-    least_ns = max(one.least_ns for one in of_all if one.host == host)
-    most_ns = min(one.most_ns for one in of_all if one.host == host)
-    return (least_ns + most_ns) / 2, abs(most_ns - least_ns) / 2
+        least_ns = max(least_ns, came_before_ns - main_left_before_ns)
+        most_ns = min(most_ns, left_ns - main_came_ns)
+    return least_ns, most_ns
 
 
 _NEXT = {"other": "data wait", "data_wait": "forward", "forward_backward": "log", "optimizer": "log"}
@@ -203,17 +180,16 @@ class Profile:
         return f"profile of steps {self._first} to {self._last}: merge its traces with `samerun timeline {self._claim.path}`"
 
     def _compare_clocks(self) -> None:
-        launched = self._runtime.launched
-        own = bounds(
-            self._runtime.greatest,
-            lambda: time.time_ns() - self._zero_ns,
-            host=socket.gethostname(),
-            rank=launched.rank,
-            world_size=launched.world_size,
-        )
-        ahead_ns, error_ns = offset(launched.rank, self._runtime.gather(own))
+        runtime, host = self._runtime, socket.gethostname()
+        own = clock_bounds(runtime.greatest, lambda: time.time_ns() - self._zero_ns, is_main=runtime.is_main)
+        (main_host, _), *_ = ranks = runtime.gather((host, own))
+        ahead_ns = 0.0
+        if host != main_host:
+            least_ns, most_ns = zip(*(bounds for name, bounds in ranks if name == host), strict=True)
+            ahead_ns = (max(least_ns) + min(most_ns)) / 2
+            # A clock that was set in between gives bounds that contradict each other.
+            self._clock_error_ns = max(self._clock_error_ns, abs(min(most_ns) - max(least_ns)) / 2)
         self._offsets.append((time.time_ns(), ahead_ns))
-        self._clock_error_ns = max(self._clock_error_ns, error_ns)
 
     def _begin_range(self, name: str, *, depth: int) -> None:
         self._end_ranges(depth)

@@ -26,7 +26,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, MLflowTracker, TrackioTracker, WandBTracker
@@ -53,52 +52,38 @@ class Tracked:
     """Steps that were taken before, of which the run folder has the lines."""
     logged: Mapping[str, int]
     """The last step that earlier starts wrote into each file of the run folder."""
-    kept: Mapping[str, int]
-    """The last step of each that is still there: what came after the checkpoint is taken again."""
-    known: Mapping[str, str]
-    """The run's id in each tracker that has it from an earlier start."""
+    known: dict[str, str]
+    """The run's id in each tracker."""
     scores: Sequence[str]
     """Those that trackers may show beside the settings of the run."""
 
     @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.claim.path
-
-    @property
     def name(self) -> str:
         """The run's name among those of its project."""
-        return self.folder.resolve().name
+        return self.claim.path.resolve().name
 
     def remember(self, tracker: str, identity: str) -> None:
         """Keep the id that the run has in a tracker, for the next start."""
-        self.claim.write_json(run_folder.TRACKERS, {**_known(self.folder), tracker: identity})
-
-
-def _known(folder: Path) -> dict[str, str]:
-    """The run's ids, as far as the file can be read: a run whose ids are lost is a new one to its trackers."""
-    place = folder / run_folder.TRACKERS
-    try:
-        known = run_folder.read_json(place) if place.exists() else {}
-    except RunFolderError as error:
-        print(f"note: {error} Its trackers will show it as a new run.", flush=True)  # noqa: T201 - the user must know
-        return {}
-    return {name: identity for name, identity in known.items() if isinstance(identity, str)}
+        self.known[tracker] = identity
+        self.claim.write_json(run_folder.TRACKERS, self.known)
 
 
 def tracked(claim: Claim, *, project: str, first_step: int, logged: Mapping[str, int], scores: Sequence[str] = ()) -> Tracked:
     """Return the run of a folder that was opened to go on after `first_step` steps; `logged` is what it held before.
 
-    A run that begins again, for it had no checkpoint, is a new one to its trackers.
+    A run that begins again, for it had no checkpoint, is a new one to its trackers, and so is one whose ids are damaged.
     """
+    path, known = claim.path / run_folder.TRACKERS, dict[str, str]()
     if first_step == 0:
         claim.remove(run_folder.TRACKERS)
-    kept = run_folder.last_steps(claim.path)
-    known = _known(claim.path)
-    return Tracked(claim=claim, project=project, first_step=first_step, logged=logged, kept=kept, known=known, scores=scores)
+    try:
+        known = run_folder.read_json(path) if path.exists() else known
+    except RunFolderError as error:
+        print(f"note: {error} Its trackers will show it as a new run.", flush=True)  # noqa: T201 - the user must know
+    return Tracked(claim=claim, project=project, first_step=first_step, logged=logged, known=known, scores=scores)
 
 
-def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
+def _start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for wandb; without a key or a network it writes what `wandb sync` sends later.
 
     On many clusters compute nodes reach no server, and all ranks wait for the main one: an answer may take 15 seconds, and
@@ -106,14 +91,16 @@ def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
     """
     import wandb
 
-    project = os.environ.get("WANDB_PROJECT", run.project)
-    limits = _unless_set(WANDB_INIT_TIMEOUT={"init_timeout": 15}, WANDB_FINISH_TIMEOUT={"finish_timeout": 60})
-    options = {
-        **_unless_set(WANDB_RUN_ID={"id": run.known.get("wandb", uuid.uuid4().hex[:8])}, WANDB_RESUME={"resume": "allow"}),
-        **_unless_set(WANDB_NAME={"name": run.name}, WANDB_DIR={"dir": str(run.folder)}),
-        "config": settings,
-        "settings": wandb.Settings(**limits),
+    defaults = {
+        "WANDB_RUN_ID": ("run_id", run.known.get("wandb", uuid.uuid4().hex[:8])),
+        "WANDB_RESUME": ("resume", "allow"),
+        "WANDB_NAME": ("run_name", run.name),
+        "WANDB_DIR": ("root_dir", str(run.claim.path)),
+        "WANDB_INIT_TIMEOUT": ("init_timeout", 15),
+        "WANDB_FINISH_TIMEOUT": ("finish_timeout", 60),
     }
+    unset: dict[str, Any] = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
+    project, options = os.environ.get("WANDB_PROJECT", run.project), {"config": settings, "settings": wandb.Settings(**unset)}
     tracker = WandBTracker(project, **options)
     try:
         tracker.start()
@@ -123,41 +110,36 @@ def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
         tracker.start()
         print(  # noqa: T201 - the user must know
             f"note: wandb works offline here ({' '.join(str(error).split())}): from a machine with a network and a key, "
-            f"`wandb sync {run.folder}/wandb/offline-*` sends the run. WANDB_MODE=offline skips the attempt.",
+            f"`wandb sync {run.claim.path}/wandb/offline-*` sends the run. WANDB_MODE=offline skips the attempt.",
             flush=True,
         )
     run.remember("wandb", tracker.run.id)
     return tracker
 
 
-def start_mlflow(run: Tracked, settings: dict[str, Any]) -> Any:
+def _start_mlflow(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for mlflow; without MLFLOW_TRACKING_URI it writes RUN/mlflow.db and RUN/mlflow."""
     import mlflow
 
-    artifacts = None
+    artifacts, known = None, run.known.get("mlflow")
     if "MLFLOW_TRACKING_URI" not in os.environ:
-        artifacts = (run.folder / "mlflow").resolve().as_uri()
-        mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
-    tracker = MLflowTracker(run.project, artifacts, run_id=run.known.get("mlflow"), run_name=run.name)
+        artifacts = (run.claim.path / "mlflow").resolve().as_uri()
+        mlflow.set_tracking_uri(f"sqlite:///{(run.claim.path / 'mlflow.db').resolve()}")
+    tracker = MLflowTracker(run.project, artifacts, run_id=known, run_name=run.name)
     tracker.start()
     run.remember("mlflow", tracker.tracker.info.run_id)
-    if "mlflow" not in run.known:  # mlflow refuses a parameter that changes, as the length of a run may
+    if known is None:  # mlflow refuses a parameter that changes, as the length of a run may
         tracker.store_init_configuration(settings)
     return tracker
 
 
-def start_trackio(run: Tracked, settings: dict[str, Any]) -> Any:
+def _start_trackio(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for trackio, which knows a run by its name alone."""
     name = run.known.get("trackio", f"{run.name}-{uuid.uuid4().hex[:6]}")
     tracker = TrackioTracker(run.project, name=name, resume="allow", config=settings)
     tracker.start()
     run.remember("trackio", name)
     return tracker
-
-
-def _unless_set(**settings: dict[str, Any]) -> dict[str, Any]:
-    """Merge the settings of the variables that the user has not set."""
-    return {key: value for variable, pairs in settings.items() if variable not in os.environ for key, value in pairs.items()}
 
 
 _FORMAT = "brain.Event:2"
@@ -179,7 +161,7 @@ class TensorBoard:
 
     def __init__(self, run: Tracked, settings: dict[str, Any]) -> None:
         """`settings` are the hyperparameters."""
-        folder = run.folder / run_folder.TENSORBOARD
+        folder = run.claim.path / run_folder.TENSORBOARD
         is_resumed = folder.exists()
         run.remember("tensorboard", folder.name)
         self._claim = run.claim
@@ -218,67 +200,71 @@ class TensorBoard:
         """Nothing is left to be written."""
 
 
+_STARTS: Mapping[str, Callable[[Tracked, dict[str, Any]], Any]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _start_wandb,
+    "mlflow": _start_mlflow,
+    "trackio": _start_trackio,
+}
 _WITH_PICTURES = ("tensorboard", "wandb")
-
-
-@dataclass(frozen=True)
-class _On:
-    """A tracker that is on."""
-
-    name: str
-    tracker: Any
-    """One of Accelerate's trackers, or what has the same methods."""
-    has: Mapping[str, int]
-    """The last step that it has of each file of the run folder."""
 
 
 class Trackers:
     """The trackers of one start; none, on other processes than the main one."""
 
     def __init__(self) -> None:
-        self._on: list[_On] = []
+        self._on: dict[str, Any] = {}
+        """Trackers that are on, by their names: Accelerate's, or what has the same methods."""
+        self._logged: dict[str, Mapping[str, int]] = {}
+        """The last step that each has of each file of the run folder."""
 
     def start(self, names: Sequence[str], run: Tracked, settings: Mapping[str, Any]) -> None:
         """Start the named trackers, and show them the recipe's `settings` by their flat keys."""
         scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
-        for name in dict.fromkeys(names):
+        for name in names:
+            self._logged[name] = run.logged if name in run.known else {}
+            if name == "tensorboard":  # it forgets what is taken again; the others cannot, so they do not get it again
+                self._logged[name] = {file: min(step, run.first_step) for file, step in self._logged[name].items()}
             with self._guarded(name):
-                # TensorBoard forgets what is taken again; the others cannot, so it is not told to them again.
-                has = run.kept if name == "tensorboard" else run.logged
-                self._on.append(_On(name, _start(name, run, scalars), has if name in run.known else {}))
+                if name in _STARTS:
+                    self._on[name] = _STARTS[name](run, scalars)
+                    continue
+                kind = LOGGER_TYPE_TO_CLASS[name]
+                tracker = kind(run.project, str(run.claim.path)) if kind.requires_logging_directory else kind(run.project)
+                tracker.start()
+                tracker.store_init_configuration(scalars)
+                self._on[name] = tracker
 
     @property
     def take_pictures(self) -> bool:
         """Whether one of them shows pictures."""
-        return any(on.name in _WITH_PICTURES for on in self._on)
+        return any(name in _WITH_PICTURES for name in self._on)
 
     def log(self, file: str, numbers: Mapping[str, float], *, step: int) -> None:
         """Show the numbers of a line of `file`, unless the tracker has them from an earlier start."""
-        self._each(lambda on: on.tracker.log(dict(numbers), step=step) if step > on.has.get(file, 0) else None)
+        for name, tracker in list(self._on.items()):
+            if step > self._logged[name].get(file, 0):
+                with self._guarded(name):
+                    tracker.log(dict(numbers), step=step)
 
-    def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Show a picture, uint8 [H, W, 3] (an array), under a name."""
-        self._each(lambda on: on.tracker.log_images({name: [picture]}, step=step) if on.name in _WITH_PICTURES else None)
+    def log_image(self, title: str, pixels: Any, *, step: int) -> None:
+        """Show a picture, uint8 [H, W, 3] (an array)."""
+        for name in [name for name in _WITH_PICTURES if name in self._on]:
+            with self._guarded(name):
+                self._on[name].log_images({title: [pixels]}, step=step)
 
-    def tell(self, title: str, text: str, *, step: int) -> None:
+    def log_text(self, title: str, text: str, *, step: int) -> None:
         """Show a text that was made after an evaluation; TensorBoard does, unless it has it from an earlier start."""
-        self._each(
-            lambda on: (
-                on.tracker.log_text(title, text, step=step)
-                if on.name == "tensorboard" and step > on.has.get(run_folder.EVALUATIONS, 0)
-                else None
-            )
-        )
+        if "tensorboard" in self._on and step > self._logged["tensorboard"].get(run_folder.EVALUATIONS, 0):
+            with self._guarded("tensorboard"):
+                self._on["tensorboard"].log_text(title, text, step=step)
 
     def finish(self) -> None:
         """Have them write and send what they still hold."""
-        self._each(lambda on: on.tracker.finish())
-        self._on = []
-
-    def _each(self, act: Callable[[_On], Any]) -> None:
-        for on in list(self._on):
-            with self._guarded(on.name):
-                act(on)
+        for name, tracker in list(self._on.items()):
+            with self._guarded(name):
+                tracker.finish()
+        self._on = {}
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
@@ -286,31 +272,13 @@ class Trackers:
         try:
             yield
         except Exception as error:
-            self._on = [on for on in self._on if on.name != name]
+            self._on.pop(name, None)
             print(  # noqa: T201 - the user must know
                 f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]}). The run continues, and its folder has everything that the tracker "
                 "would have received.",
                 flush=True,
             )
-
-
-_STARTS: Mapping[str, Callable[[Tracked, dict[str, Any]], Any]] = {
-    "tensorboard": TensorBoard,
-    "wandb": start_wandb,
-    "mlflow": start_mlflow,
-    "trackio": start_trackio,
-}
-
-
-def _start(name: str, run: Tracked, settings: dict[str, Any]) -> Any:
-    if name in _STARTS:
-        return _STARTS[name](run, settings)
-    kind = LOGGER_TYPE_TO_CLASS[name]
-    tracker = kind(run.project, str(run.folder)) if kind.requires_logging_directory else kind(run.project)
-    tracker.start()
-    tracker.store_init_configuration(settings)
-    return tracker
 
 
 class SamplePreviews:
@@ -331,4 +299,4 @@ class SamplePreviews:
             return
         count = min(self._count, len(batch["samples"]))
         name, picture = self._task.preview(batch, count)
-        self._trackers.show(name, picture, step=step + 1)
+        self._trackers.log_image(name, picture, step=step + 1)

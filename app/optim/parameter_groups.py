@@ -23,11 +23,10 @@ from torch.optim.sgd import sgd
 from app.environment.topology import listed
 from app.errors import RecipeError, did_you_mean
 from app.recipe import optimizers
-from app.recipe.optimizers import Group
 from app.recipe.schema import OptimRecipe
 
 # Kinds of device on which torch (2.8 and later) has a fused Adam, AdamW and SGD: one pass over the weights instead of several.
-_FUSED_DEVICES = {"cpu", "cuda"}
+FUSED_DEVICES = {"cpu", "cuda"}
 
 
 # Settings of torch's optimizers that choose how a step is computed, not what it computes.
@@ -61,34 +60,27 @@ class Rule:
         except ValueError as error:
             raise RecipeError(f"torch's {kind.__name__} refuses the settings of optim: {error}") from None
         settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
-        groups = [Group(pattern, **values) for pattern, values in (recipe.groups or {}).items()]
-        group_of = _group_of_each(groups, [name for name, _ in model.named_parameters()])
+        groups, names = recipe.groups or {}, [name for name, _ in model.named_parameters()]
+        group_of = {name: next((pattern for pattern in groups if fnmatchcase(name, pattern)), "") for name in names}
+        for pattern in groups:
+            if pattern not in group_of.values():
+                raise RecipeError(
+                    f"optim.groups has {pattern}, which matches no parameter that earlier groups do not match (the first "
+                    f"match counts: put the narrower pattern first): {near(pattern, names)}"
+                )
         weight_decays, lr_factors, sizes = {}, {}, {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                own = groups.get(group_of[name], {})
                 by_default = recipe.weight_decay if decays(name, parameter) else 0.0
-                own = group_of[name].weight_decay
-                weight_decays[name] = by_default if own is None else own
-                lr_factors[name], sizes[name] = group_of[name].lr_factor, parameter.numel()
+                weight_decays[name] = own.get("weight_decay", by_default)
+                lr_factors[name], sizes[name] = own.get("lr_factor", 1.0), parameter.numel()
         return cls(kind, settings, weight_decays, lr_factors, sizes)
 
 
 def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     kind = getattr(torch.optim, optimizers.TABLE[recipe.name].torch_name)
     return kind, {"lr": recipe.lr, **optimizers.keyword_arguments(recipe)}
-
-
-def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
-    """Return the group of each parameter: the first that matches, or one that changes nothing. Raises RecipeError."""
-    rest = Group("*")
-    found = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), rest) for name in names}
-    for group in groups:
-        if not any(chosen is group for chosen in found.values()):
-            raise RecipeError(
-                f"optim.groups has {group.pattern}, which matches no parameter that earlier groups do not match (the first "
-                f"match counts: put the narrower pattern first): {near(group.pattern, names)}"
-            )
-    return found
 
 
 def build_optimizer(
@@ -113,7 +105,7 @@ def build_optimizer(
     kind, chosen = _chosen(recipe)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         devices = {parameter.device.type for parameters in alike.values() for parameter in parameters}
-        chosen["fused"] = devices <= _FUSED_DEVICES if fused is None else fused
+        chosen["fused"] = devices <= FUSED_DEVICES if fused is None else fused
     return kind(groups, **chosen)
 
 
@@ -133,12 +125,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give each parameter group the learning rate `lr`, times its factor if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
-
-
-def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return True if a step on the device changes nothing where `optimizer.found_inf`, a float32 scalar, is 1."""
-    is_fused = isinstance(optimizer, torch.optim.SGD) or all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and device.type in _FUSED_DEVICES
 
 
 @torch.optim.Optimizer.profile_hook_step

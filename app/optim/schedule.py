@@ -50,8 +50,6 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
 def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
     """Return notes for the user about the optimizer and its learning rates, a sentence each."""
     notes = optimizers.notes_on(optim)
-    if optim.lr == 0:
-        notes.append("optim.lr is 0: no step will change a weight")
     warmup_steps = _warmup_steps(optim, steps_per_epoch=length.steps_per_epoch)
     if warmup_steps > length.total_steps:
         notes.append(

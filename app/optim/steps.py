@@ -28,7 +28,6 @@ its parameters, which have their gradients when the passes are over.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -36,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from app.environment.topology import listed
@@ -103,10 +102,14 @@ class Steps:
         self._own: Any = optimizer.optimizer
         """DeepSpeed's optimizer, or torch's."""
         if self._engine is not None:
-            leave_out(self._own.optimizer, functools.partial(self._is_spike_in_zero, self._own))
+            # DeepSpeed has no public way to skip a step. Each of its steps keeps the norm in this private attribute before it
+            # calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py).
+            leave_out(self._own.optimizer, lambda: not self._own._global_grad_norm < self._spikes.limit)
             return
-        may_leave = parameter_groups.takes_verdict(self._own, accelerator.device)
-        self._looks = not may_leave or (accelerator.device.type == "cpu" if looks is None else looks)
+        kind = accelerator.device.type
+        is_fused = isinstance(self._own, torch.optim.SGD) or all(group.get("fused") for group in self._own.param_groups)
+        may_leave = is_fused and kind in parameter_groups.FUSED_DEVICES  # it takes the verdict as `found_inf`
+        self._looks = not may_leave or (kind == "cpu" if looks is None else looks)
         self._steps_fused_sgd = not self._looks and isinstance(self._own, torch.optim.SGD)
 
     def micro_batch(self) -> AbstractContextManager[None]:
@@ -158,14 +161,6 @@ class Steps:
         """The norm of the last step's gradient, and the limit it was compared with, in words."""
         norm, limit = float(self._last_norm), float(self._spikes.limit)
         return f"its gradient norm is {norm:.3g}" + (f", and a spike from {limit:.3g} on" if math.isfinite(limit) else "")
-
-    def _is_spike_in_zero(self, zero: Any) -> bool:
-        """Return True if DeepSpeed's optimizer `zero` is about to step on a spike.
-
-        It has no public way to skip a step. Only here its private attribute is read: each of its steps keeps the norm there
-        before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py).
-        """
-        return not zero._global_grad_norm < self._spikes.limit
 
     def _take_unless_spoilt(self) -> Step:
         if self._scaler is not None:
@@ -322,10 +317,10 @@ class FirstGradients:
         self._together = together
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._arrived: set[str] = set()
-        self._hooks = [parameter.register_hook(self._note(name)) for name, parameter in self._parameters.items()]
-
-    def _note(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _gradient: self._arrived.add(name)
+        self._hooks = [
+            parameter.register_hook(lambda _gradient, name=name: self._arrived.add(name))
+            for name, parameter in self._parameters.items()
+        ]
 
     def check(self) -> None:
         """Raise TrainingError, on all ranks, if a parameter got no gradient. Called once, after the step's backward passes."""

@@ -1,1 +1,1 @@
-"""Memory of a training step before the job: no weights, no data on devices, no GPU."""
+"""Memory of a training step before the job (`samerun plan`): no weights, no data on devices, no GPU."""

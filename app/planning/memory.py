@@ -28,10 +28,8 @@ from app.environment.launched import Sharding
 from app.errors import LackOfMemoryError
 from app.init import filling
 from app.optim import parameter_groups
-from app.planning import blueprint as blueprints
 from app.planning import tracing
-from app.planning.blueprint import Blueprint
-from app.planning.tracing import KINDS, Bytes, PassOptions
+from app.planning.tracing import KINDS, Blueprint, Bytes, PassOptions
 from app.recipe import optimizers
 from app.recipe.schema import OptimRecipe, Recipe
 
@@ -111,7 +109,7 @@ def peak(case: Case) -> Memory:
     This process must not have joined others. Raises DataError if the model depends on data that is missing, RecipeError for a
     task whose loss looks at numbers, and PresetError for tensor parallelism that the model does not allow.
     """
-    blueprint = blueprints.rank_blueprint(case.recipe, case.sharding.tensor_parallel)
+    blueprint = tracing.rank_blueprint(case.recipe, case.sharding.tensor_parallel)
     kept, in_step = (_under_zero if case.sharding.stage else _without_zero)(case, blueprint)
     kept = kept.plus(buffers=sum(buffer.nbytes for buffer in blueprint.model.buffers()))
     accumulates = case.recipe.train.global_batch_size // (case.micro_batch * case.data_ranks) > 1
@@ -208,7 +206,7 @@ def interpolate(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mappi
 
 @functools.lru_cache(maxsize=256)
 def _traced(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[str, Bytes]:
-    return tracing.peaks(blueprints.rank_blueprint(recipe, tensor_parallel), how)
+    return tracing.peaks(tracing.rank_blueprint(recipe, tensor_parallel), how)
 
 
 # What an optimizer keeps of each parameter is found by a step on a tiny parameter. Its dimensions are different primes, which

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 
-from app.files import yaml_text
+from app.files import text_files
 
 
 class Problem(str):
@@ -71,7 +71,7 @@ class Kind:
     choices: tuple[str, ...] = ()
     """All texts that are allowed; empty: any text."""
     optional: bool = False
-    """Whether null is allowed."""
+    """True if null is allowed."""
     length: int | None = None
     """Number of elements of a list; 0: at least one. None: no list."""
     limits: Range | None = None
@@ -101,7 +101,7 @@ class Kind:
         return f"{words} or null" if self.optional else words
 
     def read(self, node: yaml.Node) -> Any:
-        """Return the value of a YAML node. Raises ValueError, which says what is expected, if it is not of this kind."""
+        """Return the value of a YAML node. Raises ValueError, with what is expected, if it is of another kind."""
         if self.optional and is_null(node):
             return None
         if self.scalar is dict and isinstance(node, yaml.MappingNode):
@@ -121,11 +121,6 @@ class Kind:
         elif self.scalar in _PARSERS and is_plain(node):
             return _PARSERS[self.scalar](node.value)
         raise ValueError(f"not of type {self.scalar}")
-
-    def allows(self, value: Any) -> bool:
-        """Return True if each number of the value is in the range."""
-        numbers = value if isinstance(value, tuple) else (value,)
-        return all(number is None or self.limits is None or self.limits.contains(number) for number in numbers)
 
 
 _WORDS = {
@@ -155,9 +150,9 @@ def _plain(node: yaml.Node, depth: int = 0) -> Any:
     if depth > 9:  # with an alias, a mapping can contain itself
         raise ValueError("it is nested too deeply")
     if isinstance(node, yaml.MappingNode):
-        for key, *_ in yaml_text.repeated(node):
+        for key, *_ in text_files.repeated_keys(node):
             raise ValueError(f"it has {key} twice")
-        return {yaml_text.key_text(key): _plain(value, depth + 1) for key, value in node.value}
+        return {text_files.key_text(key): _plain(value, depth + 1) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, depth + 1) for item in node.value]
     if is_null(node):
@@ -221,5 +216,7 @@ def kinds_in(cls: type) -> Mapping[str, Kind]:
 def out_of_range(sections: Any) -> Iterator[Problem]:
     """Yield a problem for each key of these sections with a number that is out of the range in its annotation."""
     for key, kind in kinds_in(sections.__class__).items():
-        if not kind.allows(operator.attrgetter(key)(sections)):
+        value = operator.attrgetter(key)(sections)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if kind.limits and not all(number is None or kind.limits.contains(number) for number in numbers):
             yield problem(sections, f"it must be {kind.limits}", key)

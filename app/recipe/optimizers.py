@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What of `torch.optim` a name stands for. Each takes `optim.lr` and `optim.weight_decay`."""
+    """An optimizer of `torch.optim`. Each takes `optim.lr` and `optim.weight_decay`."""
 
     torch_name: str
     """The class in `torch.optim`."""
     keys: tuple[str, ...] = ()
     """Further keys of `optim` that it takes; their defaults are torch's, but for the momentum."""
     settings: Mapping[str, bool | float] = field(default_factory=dict)
-    """What else it takes (`optim.settings`), by torch's names, with torch's defaults."""
+    """Its other arguments (`optim.settings`), by torch's names, with torch's defaults."""
     whole_because: str = ""
     """Why it needs whole parameters; empty: it may step on any part of one."""
 
@@ -127,15 +127,3 @@ def notes_on(optim: OptimRecipe) -> list[str]:
 def keyword_arguments(optim: OptimRecipe) -> dict[str, Any]:
     """Return the optimizer's arguments by torch's names, without lr, weight_decay and those at torch's default."""
     return {**{key: getattr(optim, key) for key in TABLE[optim.name].keys}, **(optim.settings or {})}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters with a learning rate or a weight decay of their own."""
-
-    pattern: str
-    """Pattern of their names, as in the shell (`fnmatch`)."""
-    lr_factor: float = 1.0
-    """Their learning rate, as a multiple of the step's."""
-    weight_decay: float | None = None
-    """Weight decay of all of them; None: that of the recipe, for matrices and kernels."""

@@ -26,7 +26,7 @@ import yaml
 
 from app import tasks
 from app.errors import RecipeError, did_you_mean
-from app.files import paths, yaml_text
+from app.files import text_files
 from app.recipe import task_file
 from app.recipe.kinds import Kind, Problem, is_null, kinds_in, sections_in, shown
 from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, sections_of
@@ -153,9 +153,9 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     Two keys of `recipe.ALTERNATIVES` say one thing in different units: one on the command line replaces the other in the file.
     Raises RecipeError with everything that is wrong, one problem a line.
     """
-    path = _find(name_or_path)
+    path = text_files.find_yaml("recipe", name_or_path, SHIPPED, error=RecipeError)
     file = path.name if path.parent == SHIPPED else str(path)
-    _, root = yaml_text.compose(path, name=file, error=RecipeError)
+    _, root = text_files.compose_yaml(path, name=file, error=RecipeError)
     task = _task(root, path, file, overrides)
     problems: list[str] = []
     in_file = _by_key(_entries(root, "", file, task, problems), task, problems)
@@ -224,9 +224,9 @@ def digest(recipe: Recipe) -> str:
 
 
 def _content(key: str, file: str | None) -> str | None:
-    """Return the hash of a file, or its name where it cannot be read, which whoever needs it says."""
+    """Return the hash of a file, or its name where it cannot be read: opening the data reports that."""
     try:
-        return file and hashlib.sha256(Path(paths.filled_in(key, file)).read_bytes()).hexdigest()
+        return file and hashlib.sha256(Path(text_files.filled_in(key, file)).read_bytes()).hexdigest()
     except (OSError, ValueError, RecipeError):
         return file
 
@@ -254,7 +254,7 @@ def reference(task: str = tasks.DEFAULT) -> str:
 
 @dataclass(frozen=True)
 class _Given:
-    """A value as somebody wrote it."""
+    """A value as written in the file or on the command line."""
 
     node: yaml.Node
     origin: str
@@ -267,7 +267,7 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
     """
     named = [(tasks.DEFAULT, DEFAULT, path.parent)]
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not is_null(value):
+        if text_files.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not is_null(value):
             named.append((value.value, f"{file}:{key.start_mark.line + 1}", path.parent))
     for word in overrides:
         key, _, text = (part.strip(" '\"") for part in word.partition("="))
@@ -280,16 +280,6 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
     except RecipeError as error:
         raise RecipeError(f"{error} ({origin})") from None
     return task
-
-
-def _find(name_or_path: str) -> Path:
-    """Return the file of a shipped name or of a path; a shipped name goes before a file of that name."""
-    if name_or_path in names():
-        return SHIPPED / f"{name_or_path}.yaml"
-    if (path := Path(name_or_path)).exists():
-        return path
-    hint = did_you_mean(path.stem, names(), then=f"the package has {', '.join(names())}", cutoff=0.5)
-    raise RecipeError(f"recipe {name_or_path}: there is no recipe or file of that name; {hint}")
 
 
 def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str]) -> dict[str, _Given]:
@@ -315,7 +305,7 @@ def _entries(node: yaml.Node, section: str, file: str, task: str, problems: list
         problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {shown(node)}: expected lines of `key: value`")
         return
     for key_node, value in node.value:
-        name = yaml_text.key_text(key_node) or shown(key_node)
+        name = text_files.key_text(key_node) or shown(key_node)
         key = f"{section}.{name}" if section else name
         yield key, _Given(value, f"{file}:{key_node.start_mark.line + 1}")
         if key in sections(task):

@@ -40,12 +40,12 @@ _PLAIN = "bool, int, float, str, Literal of texts, tuple[X, ...] of one of these
 
 
 def is_own(task: str) -> bool:
-    """Whether a recipe's `task` is a file."""
+    """Return True if a recipe's `task` is a file."""
     return task.endswith(ENDING)
 
 
 def name_of(task: str) -> str:
-    """Return what a task is called wherever its file lies: the name of the file."""
+    """Return the name of a task, wherever its file is: the name of the file."""
     return os.path.basename(task)  # noqa: PTH119 - of a shipped task, its name
 
 

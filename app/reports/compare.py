@@ -17,16 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from app import tasks
 from app.options import Parser, tolerance
 from app.recipe import recipe_file, task_file
 from app.reports import past_run
 from app.reports.curves import labels
-from app.reports.past_run import PastRun, flat, quantities, scores
-from app.reports.runs import console
+from app.reports.past_run import PastRun, flat, print_text, quantities, scores
+from app.reports.runs import Row, console, write
 from app.runs import ledger, run_folder
 
 Pair = tuple[Any, Any]
@@ -53,7 +50,7 @@ class LossDifferences:
     first_beyond: int | None
     """The step of the first line that differs by more than the tolerance; None: all are within."""
     same_up_to_step: int
-    """That of the line before it, or the last of all; 0: none."""
+    """Last step of the line before it, or of all lines; 0: none."""
     deciding_up_to_step: int
     """Later lines may differ, as rounding grows; 0: none was compared."""
     tolerance: float
@@ -66,25 +63,8 @@ class LossDifferences:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDifferences:
-    """Whether two runs were fed the same, over the steps that both took."""
-
-    compared_steps: int
-    """Steps whose samples both ledgers know."""
-    samples_differ_at: int | None
-    """The first step with other samples; None: all are the same."""
-    learning_rates_differ_at: int | None
-    """The first line with another learning rate than the other run's of the same step; None: all are the same."""
-
-    @property
-    def is_same(self) -> bool:
-        """Whether no step differs."""
-        return self.samples_differ_at is None and self.learning_rates_differ_at is None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What differs between two runs, each value as (first, second)."""
+    """Differences between two runs, each value as (first, second)."""
 
     recipe: Mapping[str, Pair] | None
     """By key as on the command line, and the files of a user's task; None if one of them cannot be read."""
@@ -93,14 +73,24 @@ class Comparison:
     machines: Mapping[str, Pair]
     """Preset by name, processes, hosts, batch plan, versions, commit."""
     results: Mapping[str, Pair]
-    """All of them, as the files name them, those of the last lines; the speed is the median of the lines. None: unknown."""
-    fed: FedDifferences
+    """All results by their names in the files, of the last lines; the speed is the median of the lines. None: unknown."""
+    compared_steps: int
+    """Steps whose samples both ledgers know."""
+    samples_differ_at: int | None
+    """First step with other samples; None: all are the same."""
+    rates_differ_at: int | None
+    """First line with another learning rate than the other run's of the same step; None: all are the same."""
     losses: LossDifferences
 
     @property
+    def is_fed_the_same(self) -> bool:
+        """True if the steps that both took had the same samples and learning rates."""
+        return self.samples_differ_at is None and self.rates_differ_at is None
+
+    @property
     def is_same(self) -> bool | None:
-        """Whether it was the same run; None if that cannot be known."""
-        if self.learnt or not self.fed.is_same or not self.losses.are_same:
+        """True if it was the same run; None if that cannot be known."""
+        if self.learnt or not self.is_fed_the_same or not self.losses.are_same:
             return False
         return True if self.losses.compared_lines and self.learnt is not None else None
 
@@ -118,13 +108,13 @@ class Comparison:
         return f"{same}: {recipes}, {self._samples_verdict()}, and {self._losses_verdict()}."
 
     def _samples_verdict(self) -> str:
-        if self.fed.samples_differ_at is not None:
-            return f"step {self.fed.samples_differ_at} is the first with other samples"
-        if self.fed.learning_rates_differ_at is not None:
-            return f"step {self.fed.learning_rates_differ_at} is the first with another learning rate"
-        if not self.fed.compared_steps:
+        if self.samples_differ_at is not None:
+            return f"step {self.samples_differ_at} is the first with other samples"
+        if self.rates_differ_at is not None:
+            return f"step {self.rates_differ_at} is the first with another learning rate"
+        if not self.compared_steps:
             return "no ledger records which samples both runs were fed"
-        return f"all {self.fed.compared_steps:,} steps that both took had the same samples and learning rates"
+        return f"all {self.compared_steps:,} steps that both took had the same samples and learning rates"
 
     def _losses_verdict(self) -> str:
         found = self.losses
@@ -148,12 +138,15 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
     recipe = _different(_recipe(one), _recipe(other)) if one.recipe and other.recipe else None
     own = (key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str))  # of a user's task
     not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.not_learnt(task))}
+    digests, other_digests = _digests(one), _digests(other)
     return Comparison(
         recipe=recipe,
         learnt=None if recipe is None else [key for key in recipe if key not in not_learnt],
         machines=_different(_machines(one), _machines(other)),
         results=_pairs(_results(one), _results(other)),
-        fed=_fed_differences(one, other),
+        compared_steps=len(digests.keys() & other_digests.keys()),
+        samples_differ_at=_first_difference(digests, other_digests),
+        rates_differ_at=_first_difference(_learning_rates(one), _learning_rates(other)),
         losses=_loss_differences(one, other, tolerance=tolerance),
     )
 
@@ -199,15 +192,6 @@ def relative_difference(reference: float, loss: float) -> float:
     if reference == loss:
         return 0.0
     return abs(loss - reference) / abs(reference) if reference else math.inf
-
-
-def _fed_differences(one: PastRun, other: PastRun) -> FedDifferences:
-    digests, rates = ([table(run) for run in (one, other)] for table in (_digests, _learning_rates))
-    return FedDifferences(
-        compared_steps=len(digests[0].keys() & digests[1].keys()),
-        samples_differ_at=_first_difference(*digests),
-        learning_rates_differ_at=_first_difference(*rates),
-    )
 
 
 def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
@@ -299,20 +283,15 @@ def main(argv: list[str]) -> int:
 def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
     tables = {"recipe: what differs": found.recipe, "processes and versions: what differs": found.machines}
     for title, pairs in (tables | {"results": found.results}).items():
-        is_results = title == "results"
-        table = Table("", title=title, title_justify="left")
-        for name in [*labels(runs), *(["difference"] if is_results else [])]:
-            table.add_column(escape(name), justify="right" if is_results else "left", overflow="fold")
+        rows: list[Row] = []
         for key, pair in (pairs or {}).items():
-            difference = [_difference(*pair)] if is_results else []
-            table.add_row(*(escape(cell) for cell in (key, *map(_text, pair), *difference)))
-        if table.rows:
-            console(120).print(table)
+            values = ("none" if value is None else value for value in pair)
+            row = {"": key, **dict(zip(labels(runs), values, strict=True))}
+            rows.append({**row, "difference": _difference(*pair)} if title == "results" else row)
+        if rows:
+            print_text(title)
+            write(rows, "table")
     console(120).print(str(found), markup=False)
-
-
-def _text(value: Any) -> str:
-    return "none" if value is None else f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -10,16 +10,15 @@ run does not have is left out, with a note. matplotlib takes half a second to im
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from app.errors import RunFolderError, printable
-from app.files.lines import is_finite
-from app.options import Parser, names
-from app.reports.past_run import TEXT_SCORE, Line, PastRun, find, is_share, quantities, say, words
+from app.files.text_files import is_finite
+from app.options import Parser
+from app.reports.past_run import TEXT_SCORE, Line, PastRun, find, is_share, print_text, quantities, say, words
 from app.runs import run_folder
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 Part = Literal["training", "validation", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
-XS = ("epoch", run_folder.UNIT, "time")
-"""What curves can be drawn against, besides the unit that the runs count, such as tokens."""
 
 _TIME_UNITS = ((7200, 3600, "h"), (600, 60, "min"), (0, 1, "s"))  # from these seconds on: seconds in the unit, name
 _LOG_FROM = 10.0  # largest over smallest, from which on a linear axis would show the end as a flat line
@@ -48,10 +45,6 @@ def main(argv: list[str]) -> int:
         description="Draw the loss and the score of runs, in training and in validation, as curves.pdf and curves.png.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
-    parser.add_argument(
-        "--x", type=names, metavar="X", help="what to draw against, a column each (default: epoch,time; tokens in place of "
-        "epoch if the runs count these; both if their epochs differ in size)"
-    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
     options = parser.parse_all(argv)
     runs = find(options.runs)
@@ -61,14 +54,11 @@ def main(argv: list[str]) -> int:
     if not drawn:
         folders = ", ".join(map(str, options.runs))
         raise RunFolderError(f"there is nothing to draw: no run of {folders} has a whole line in metrics.jsonl.")
-    known = dict.fromkeys([*XS, *(run.unit for run in drawn)])
-    if unknown := [x for x in options.x or () if x not in known]:
-        parser.error(f"argument --x: {','.join(unknown)!r}: expected some of {','.join(known)}, with commas between them")
-    figure, notes = page(drawn, xs=options.x or columns_of(drawn))
+    figure, notes = page(drawn, xs=columns_of(drawn))
     for note in notes:
         say(note)
     files = write_figure(figure, options.out / "curves")
-    sys.stdout.write(printable("".join(f"{file}\n" for file in files)))
+    print_text("\n".join(map(str, files)))
     return 0
 
 
@@ -85,7 +75,7 @@ def write_figure(figure: Figure, stem: Path) -> list[Path]:
 
 
 class Curve(NamedTuple):
-    """What was recorded of a run, by rising step."""
+    """Recorded values of a run, by rising step."""
 
     x: Sequence[float]
     """Epochs (fractional), samples or what else was counted, or seconds since the first start of the run."""
@@ -104,13 +94,9 @@ def curve(run: PastRun, part: Part, quantity: str, *, x: str = "epoch") -> Curve
     place, begin, unit, note = x if x in ("epoch", "time") else f"{x}_seen", 0.0, 1.0, ""
     if x == "epoch" and run.samples_per_epoch:
         place, unit = "samples_seen", run.samples_per_epoch
-    elif x == "epoch":
-        note = f"{run.name}: how many samples an epoch has is not recorded; lines are drawn where their epoch begins."
-    elif x == "time" and run.starts:
-        begin = run.starts[0].launched
     elif x == "time":
-        begin = min((line["time"] for line in (*run.metrics, *run.evaluations) if is_finite(line.get("time"))), default=0.0)
-        note = f"{run.name}: when it was started is not recorded; its time begins with its first line."
+        times = (line["time"] for line in (*run.metrics, *run.evaluations) if is_finite(line.get("time")))
+        begin = run.starts[0].launched if run.starts else min(times, default=0.0)
     placed = [line for line in lines if is_finite(line.get(place))]
     if len(placed) < len(lines):
         note = f"{run.name}: lines without {words(place)} are left out."
@@ -126,13 +112,10 @@ def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
     return ["training", evaluated] if is_trained else [evaluated]
 
 
-def columns_of(runs: Sequence[PastRun]) -> tuple[str, ...]:
-    """Return what runs are drawn against: epochs, or the unit of their task, and time; both if their epochs differ in size."""
+def columns_of(runs: Sequence[PastRun]) -> tuple[str, str]:
+    """Return what runs are drawn against: epochs, or the unit that all of their tasks count, and time."""
     units = {run.unit for run in runs}
-    unit = units.pop() if len(units) == 1 else run_folder.UNIT
-    if len({(run.samples_per_epoch, run.unit) for run in runs}) > 1:
-        return ("epoch", unit, "time")
-    return ("epoch" if unit == run_folder.UNIT else unit, "time")
+    return ("epoch" if len(units) > 1 or run_folder.UNIT in units else units.pop(), "time")
 
 
 def labels(runs: Sequence[PastRun]) -> list[str]:

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import yaml
 
 from app.errors import RunFolderError, printable
-from app.files.lines import Lines, is_count, is_finite
-from app.runs import failure, ledger, run_folder
-from app.runs.failure import ProcessFailure
+from app.files.text_files import Lines, is_count, is_finite
+from app.runs import ledger, run_folder
+from app.runs.run_folder import ProcessFailure
 
 Line = Mapping[str, Any]
 T = TypeVar("T")
@@ -40,8 +40,6 @@ class PastRun:
     folder: Path
     recipe: Mapping[str, Any]
     """recipe.yaml, by section and key."""
-    preset: Mapping[str, Any]
-    """preset.yaml; empty where the command line named none."""
     about: Mapping[str, Any]
     """run.json: processes, devices, batch, versions, command."""
     metrics: Sequence[Line]
@@ -73,18 +71,13 @@ class PastRun:
 
     @property
     def unit(self) -> str:
-        """What the run counts, as in `tokens_per_s` and `tokens_seen`; samples, where its task has no unit of its own."""
+        """Unit that the run counts, as in `tokens_per_s` and `tokens_seen`; samples if its task has no unit of its own."""
         return run_folder.unit(self.about)
 
     @property
     def starts(self) -> list[ledger.Start]:
         """Starts of the run, the oldest first."""
         return [event for event in self.events if isinstance(event, ledger.Start)]
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, as its last start knew them; None if no start is recorded."""
-        return self.starts[-1].total_steps if self.starts else None
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -144,8 +137,7 @@ def read(folder: Path) -> PastRun:
     texts = attempt(lambda path: lines(path, "title", "text"), run_folder.TEXTS, none, optional=True)
     return PastRun(
         folder=folder,
-        recipe=attempt(_yaml, run_folder.RECIPE, {}),
-        preset=attempt(_yaml, run_folder.PRESET, {}, optional=True),
+        recipe=attempt(read_yaml, run_folder.RECIPE, {}),
         about=attempt(run_folder.read_json, run_folder.RUN, {}),
         metrics=list({line["step"]: line for line in attempt(lines, run_folder.METRICS, none)}.values()),
         evaluations=list(evaluations.values()),
@@ -153,12 +145,13 @@ def read(folder: Path) -> PastRun:
         events=attempt(events, run_folder.LEDGER, []),
         result=attempt(run_folder.read_json, run_folder.RESULT, {}, optional=True),
         outcome=attempt(run_folder.read_json, run_folder.OUTCOME, {}, optional=True),
-        failure=failure.newest(folder),
+        failure=run_folder.newest_failure(folder),
         complaints=complaints,
     )
 
 
-def _yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the mapping in a YAML file that a run has written. Raises RunFolderError."""
     try:
         values = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -188,6 +181,11 @@ def say(text: str) -> None:
     sys.stderr.write(f"samerun: {printable(text)}\n")
 
 
+def print_text(text: str) -> None:
+    """Write a line to stdout."""
+    sys.stdout.write(f"{printable(text)}\n")
+
+
 def quantities(runs: Iterable[PastRun]) -> list[str]:
     """Return the quantities followed over the course of the runs: the loss, the scores that judge them, bits per byte."""
     runs = list(runs)
@@ -214,7 +212,7 @@ def words(key: str) -> str:
 
 
 def is_share(key: str, values: Iterable[float]) -> bool:
-    """Return whether these values of a score are shown in per cent: those of an accuracy in 0..1."""
+    """Return True if these values of a score are shown in per cent: an accuracy in 0..1."""
     return key.endswith("accuracy") and all(0.0 <= value <= 1.0 for value in values)
 
 
@@ -242,51 +240,44 @@ def time_parts(spent: ledger.TimeSpent) -> dict[str, float | None]:
 
 
 PATIENCE_S = 300.0
-"""A run whose files are silent for longer is said to be; ten times the usual time between two lines if that is more."""
+"""A run without a new line for longer is silent; ten times the usual time between two lines if that is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How it stands with a run."""
+    """State of a run."""
 
     word: str
     """`finished`, `stopped`, `failed`, `running`, `silent` or `unknown`."""
     sentence: str
-    """What is known of it, as a sentence without its full stop."""
+    """Details, as a sentence without its full stop."""
     since: float | None
     """When the last file of the run was written to, in Unix seconds, as the lines in them tell."""
     step: int
-    """Steps that are done, as far as a line tells."""
+    """Steps that are done, by the lines of the files."""
     total_steps: int | None
     is_over: bool
-    """Whether the run has ended and is not going to be started again by itself."""
+    """True if the run has ended and is not restarted automatically."""
 
 
 def state_of(run: PastRun, now: float) -> State:
-    """Return how it stands with a run at the time `now`, in Unix seconds."""
-    step = max(
-        [line["step"] for line in [*run.metrics, *run.evaluations]] + [ledger.last_step(event) for event in run.events] + [0]
-    )
-    known = (run.total_steps, run.outcome.get("total_steps"), run.result.get("steps"))
-    word, sentence, is_over = _judged(run, now)
+    """Return the state of a run at the time `now`, in Unix seconds."""
+    lines = [*run.metrics, *run.evaluations]
+    known = [*(start.total_steps for start in run.starts[-1:]), run.outcome.get("total_steps"), run.result.get("steps")]
+    since = max(_times([*lines, run.outcome]) + [event.time for event in [*run.events, run.failure] if event], default=None)
+    word, sentence, is_over = _judged(run, None if since is None else now - since)
     return State(
         word=word,
         sentence=sentence,
-        since=last_sign(run),
-        step=step,
+        since=since,
+        step=max([line["step"] for line in lines] + [ledger.last_step(event) for event in run.events] + [0]),
         total_steps=next((total for total in known if isinstance(total, int)), None),
         is_over=is_over,
     )
 
 
-def last_sign(run: PastRun) -> float | None:
-    """Return when the run last wrote a line, in Unix seconds; None if no line tells."""
-    times = [*_times(run.metrics), *_times(run.evaluations), *(event.time for event in [*run.events, run.failure] if event)]
-    return max([*times, *_times([run.outcome])], default=None)
-
-
-def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
-    """The word, the sentence, and whether the run is over."""
+def _judged(run: PastRun, silent_s: float | None) -> tuple[str, str, bool]:
+    """Return the word, the sentence, and whether the run is over; `silent_s`: seconds since the last line, if there is one."""
     outcome, reason = run.outcome.get("outcome"), run.outcome.get("reason")
     because = f", because {reason}" if reason else ""
     last_event = run.events[-1] if run.events else None
@@ -302,19 +293,13 @@ def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
         # A start that resumes the run removes the outcome before its first line: then this is the end of the start before it.
         is_over = bool(run.outcome) and not again
         return "stopped", f"after saving{because}{'; it is restarted automatically' if again else ''}", is_over
-    sign = last_sign(run)
-    if sign is None:
-        return "unknown", "no line tells when anything happened", False
-    if now - sign <= patience_s(run.metrics):
-        return "running", f"the last line is {duration(now - sign)} old", False
-    return "silent", f"no line for {duration(now - sign)}, and no end was recorded: killed, or hanging", False
-
-
-def patience_s(metrics: Sequence[Any]) -> float:
-    """Return after how many seconds without a line a run with these lines of metrics is called silent."""
-    times = _times(metrics[-50:])
+    if silent_s is None:
+        return "unknown", "no line has a time", False
+    times = _times(run.metrics[-50:])
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    return max(PATIENCE_S, 10 * statistics.median(gaps)) if gaps else PATIENCE_S
+    if silent_s <= max(PATIENCE_S, 10 * statistics.median(gaps or [0.0])):
+        return "running", f"the last line is {duration(silent_s)} old", False
+    return "silent", f"no line for {duration(silent_s)}, and no end was recorded: killed, or hanging", False
 
 
 def _times(lines: Sequence[Any]) -> list[float]:

@@ -18,26 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import RunFolderError, SamerunError, printable
-from app.files.lines import is_finite
+from app.files.text_files import is_finite
 from app.options import Parser
 from app.reports import past_run
-from app.reports.past_run import (
-    SPLITS,
-    TEXT_SCORE,
-    PastRun,
-    State,
-    duration,
-    flat,
-    is_share,
-    last_scores,
-    moment,
-    quantities,
-    scores,
-    state_of,
-    time_parts,
-    value_text,
-    words,
-)
+from app.reports.past_run import SPLITS, TEXT_SCORE, PastRun, State, duration, last_scores, moment, value_text, words
 from app.runs import ledger, run_folder
 
 if TYPE_CHECKING:
@@ -67,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RunFolderError(f"{error} Write it elsewhere with --out FILE.") from error
     for complaint in complaints:
         sys.stderr.write(f"note: {printable(complaint)}\n")
-    sys.stdout.write(printable(f"{page}\n"))
+    past_run.print_text(str(page))
     return 0
 
 
@@ -87,13 +71,12 @@ def render(run: PastRun, now: float) -> tuple[str, list[str]]:
             complaints.append(f"{what} cannot be shown, because the file has an invalid value: {reason}.")
         return None
 
-    state = attempt("The state of the run", lambda: state_of(run, now))
+    state = attempt("The state of the run", lambda: past_run.state_of(run, now))
     template, own = Path(__file__).with_name("page.html.jinja"), None
     if run.about.get("task") == "image_classification":
-        from app.tasks.image_classification import page as predictions
+        from app.tasks.image_classification import predictions
 
         own = attempt("The predictions", lambda: predictions.read(run.folder))
-        complaints += own.complaints if own else []
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, *([predictions.TEMPLATE.parent] if own else [])]),
         autoescape=True,
@@ -120,7 +103,7 @@ def render(run: PastRun, now: float) -> tuple[str, list[str]]:
         topology=attempt("The topology, of run.json,", lambda: _topology(run)),
         versions=attempt("The list of versions, of run.json,", lambda: list(run.about.get("versions", {}).items())),
         command=attempt("The command, of run.json,", lambda: shlex.join(map(str, run.about.get("command") or []))),
-        recipe=[(key, _plain(value)) for key, value in flat(run.recipe).items()],
+        recipe=[(key, _plain(value)) for key, value in past_run.flat(run.recipe).items()],
         complaints=complaints,
     )
     return html, complaints
@@ -171,7 +154,7 @@ def _curves(run: PastRun) -> list[dict[str, str]]:
 
     drawn = []
     rates = ("learning_rate", f"{run.unit}_per_s")
-    for quantity in [*quantities([run]), *rates]:
+    for quantity in [*past_run.quantities([run]), *rates]:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
         parts: list[curves.Part] | None = ["training"] if quantity in rates else None
@@ -200,23 +183,17 @@ def _goodput(run: PastRun) -> dict[str, Any] | None:
     if not isinstance(run.events[0], ledger.Start):
         raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is unknown.")
     spent, begin, rows = ledger.account(run.events), 0.0, list[Bar]()
-    for name, seconds in time_parts(spent).items():
+    for name, seconds in past_run.time_parts(spent).items():
         share = (seconds or 0.0) / (spent.wall_s or 1.0)
-        rows.append(
-            (
-                name,
-                ["unknown" if seconds is None else duration(seconds), f"{100 * share:.1f} %"],
-                share,
-                min(begin, 1.0 - share),
-            )
-        )
+        texts = ["unknown" if seconds is None else duration(seconds), f"{100 * share:.1f} %"]
+        rows.append((name, texts, share, min(begin, 1.0 - share)))
         begin += share
     return {"share": spent.share, "rows": rows}
 
 
 def _scores(run: PastRun) -> dict[str, Any] | None:
     """Return every score of validation and test, and which weights they are of; None if there are no scores."""
-    final = scores(run, run.result)
+    final = past_run.scores(run, run.result)
     rows = [(words(key), value_text(key, value)) for key, value in last_scores(run).items()]
     sizes = [f"{run.result[key]:,} {split} samples" for split in SPLITS if (key := f"{split}_samples") in run.result]
     caption = f"Of the final weights, over {' and '.join(sizes)}" if final else "Of the last evaluation"
@@ -236,7 +213,7 @@ def _named(run: PastRun) -> list[dict[str, Any]]:
             caption += f": the {_MOST_NAMED} lowest of {len(shown):,}"
             shown = sorted(shown, key=lambda pair: pair[1])[:_MOST_NAMED]
         everything = list(known.values())
-        longest = 1.0 if is_share(key, everything) else max(0.0, *everything) or 1.0
+        longest = 1.0 if past_run.is_share(key, everything) else max(0.0, *everything) or 1.0
         rows = [(name, [value_text(key, value, everything)], max(0.0, value) / longest, 0.0) for name, value in shown]
         tables.append({"caption": caption, "rows": rows})
     return tables

@@ -21,7 +21,7 @@ from app.options import Parser
 from app.reports.past_run import PastRun, find, flat, last_scores, state_of, words
 
 Row = dict[str, Any]
-FORMATS = ("table", "json", "csv", "markdown")
+FORMATS = ("table", "json", "csv")
 _MOST_RECIPE_KEYS = 5
 """Columns for recipe keys that differ; more make a table unreadable."""
 
@@ -48,9 +48,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("folders", type=Path, nargs="*", default=[Path("runs")], metavar="RUN",
                         help="run folder, or a folder of run folders (default: runs)")  # fmt: skip
-    parser.add_argument(
-        "--sort", metavar="COLUMN", help="sort by this column, smallest first; --format csv shows the column names"
-    )
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by this column, smallest first (--format csv shows the names)")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     parser.add_argument("--format", choices=FORMATS, default="table", help="output format (default: table)")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
@@ -108,23 +106,17 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def write(rows: Sequence[Row], form: str) -> None:
     """Print rows, which all have the same columns, in one of FORMATS."""
-    keys = list(rows[0])
-    numbers = {key for key in keys if "." not in key and any(isinstance(row[key], float) for row in rows)}
-    heads = {key: words(key) if key in numbers else key for key in keys}
     if form == "json":
         sys.stdout.write(json.dumps(rows) + "\n")
     elif form == "csv":
         sys.stdout.write(printable(as_csv(rows)))
-    elif form == "markdown":
-        lines = [heads.values(), ["---"] * len(keys), *(map(_text, row.values()) for row in rows)]
-        for line in lines:
-            sys.stdout.write(printable(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n"))
     else:
-        table, hidden = Table(), [key for key in keys if "." in key][_MOST_RECIPE_KEYS:]
-        shown = [key for key in keys if key not in hidden]
+        table, hidden = Table(), [key for key in rows[0] if "." in key][_MOST_RECIPE_KEYS:]
+        shown = [key for key in rows[0] if key not in hidden]
         for key in shown:
+            is_number = "." not in key and any(isinstance(row[key], (int, float)) for row in rows)
             table.add_column(
-                escape(heads[key]), justify="right" if key in {*numbers, "step", "of"} else "left", overflow="fold"
+                escape(words(key) if is_number else key), justify="right" if is_number else "left", overflow="fold"
             )
         for row in rows:
             table.add_row(*(escape(_text(row[key])) for key in shown))

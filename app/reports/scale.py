@@ -13,18 +13,18 @@ import argparse
 import itertools
 import shutil
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.environment import host
-from app.errors import RecipeError, RunFolderError, UsageError, printable
+from app.errors import RecipeError, RunFolderError, UsageError
 from app.options import Parser, names, numbers, positive
 from app.recipe import recipe_file
 from app.reports import past_run
 from app.reports.curves import write_figure
+from app.reports.past_run import print_text
 from app.reports.runs import as_csv, write
 from app.runs import run_folder
 from launch import cases, preset
@@ -87,7 +87,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     files = _write_results(
         out, unit, rows, title=f"{Path(options.recipe).stem}: {'weak' if options.weak else 'strong'} scaling"
     )
-    sys.stdout.write(printable("".join(f"{file}\n" for file in files)))
+    print_text("\n".join(map(str, files)))
     missing = [row for row in rows if row["problems"]]
     for row in missing:
         say(f"{row['preset']}, nodes {row['nodes']}, processes per node {row['processes_per_node']}: {row['problems']}")

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.errors import RunFolderError, printable
+from app.errors import RunFolderError
 from app.files.atomic_files import file_made_whole, refusal
-from app.files.lines import parsed
+from app.files.text_files import parsed
 from app.options import Parser
+from app.reports.past_run import print_text
 from app.runs import run_folder
 
 TIMELINE = "timeline.json.gz"
@@ -34,14 +34,9 @@ def main(argv: Sequence[str]) -> int:
         prog="samerun timeline",
         description="Merge the profiler traces of all ranks into one timeline for ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument(
-        "run",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run with profiler traces, trained with for example profile.steps=10:20",
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run trained with, for example, profile.steps=10:20")
     folder = parser.parse_all(argv).run / run_folder.PROFILE
-    sys.stdout.write(printable("\n".join(merge(folder)) + "\n"))
+    print_text("\n".join(merge(folder)))
     return 0
 
 

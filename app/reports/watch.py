@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.errors import RunFolderError
-from app.files.lines import is_finite
+from app.files.text_files import is_finite
 from app.options import Parser
 from app.reports import past_run
 from app.reports.past_run import Line, PastRun, State, duration, moment, say, scores, state_of, value_text, words
@@ -27,8 +27,6 @@ from app.reports.runs import console
 from app.runs import ledger, run_folder
 
 _EVERY_S = 2.0
-_READING_SHARE = 0.1
-"""Largest share of the time that is spent reading: the files of a long run take a while."""
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _WIDTH = 32
 """Characters of a sparkline and of the bar."""
@@ -47,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = console()
     with suppress(KeyboardInterrupt), Live(console=shown, auto_refresh=False) as live:
         while True:
-            begin_s = time.monotonic()
             try:
                 run = past_run.read(arguments.run)
             except RunFolderError as error:
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 live.update(view(run, state, time.time()), refresh=True)
                 if arguments.once or state.is_over:
                     break
-            time.sleep(max(_EVERY_S, (time.monotonic() - begin_s) / _READING_SHARE))
+            time.sleep(_EVERY_S)
     if run and not shown.is_terminal:
         shown.print()  # Live ends the last line on terminals alone
     for complaint in run.complaints if run else ():

@@ -33,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
-from app.files.atomic_files import disk_errors, refusal, sync
-from app.files.lines import Lines, is_count, parsed
-from app.runs.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refuse_links
+from app.files.atomic_files import disk_errors, file_made_whole, refusal, sync
+from app.files.text_files import Lines, is_count
+from app.runs import run_folder
 
-_ABOUT = "start.json"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _REMOVED_WITHIN_S = 30.0
 """How long to retry removing a folder: an older start on another machine may still write into it through NFS."""
@@ -57,16 +56,16 @@ class Claim:
         To end soon, not to be safe: whatever this start writes from then on goes nowhere.
         """
         try:
-            (self.place / _ABOUT).read_bytes()  # opening asks NFS's server, where a stat may be answered from memory
+            (self.place / run_folder.START).read_bytes()  # opening asks NFS's server, where a stat may be answered from memory
         except OSError as error:
             if error.errno not in _GONE:
-                raise RunFolderError(refusal(self.place / _ABOUT, "read", error)) from error
+                raise RunFolderError(refusal(self.place / run_folder.START, "read", error)) from error
             raise RunFolderError(self.lost()) from None
 
     def lost(self) -> str:
         """Return the sentence for a start that has no place any more."""
         starts = self.place.parent
-        later = [number for number in _numbers(starts) if number > int(self.place.name)]
+        later = [number for number in run_folder.start_numbers(starts) if number > int(self.place.name)]
         if not later:
             return (
                 f"{self.path}, the run folder, or {self.place} in it, has been removed: this start ends and "
@@ -74,7 +73,7 @@ class Claim:
             )
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
-            host = last_start(self.path)["host"]
+            host = run_folder.last_start(self.path)["host"]
         return (
             f"another start of this run, on {host}, has taken {self.path} over: this one ends and writes nothing more. "
             "If you started both, give one another --run-dir."
@@ -153,16 +152,16 @@ class Claim:
         Returns a sentence for each file of which lines had to be left out since they are broken. Raises RunFolderError.
         """
         complaints = []
-        for name in (METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER):
+        for name in (run_folder.METRICS, run_folder.EVALUATIONS, run_folder.TEXTS, run_folder.SAMPLES, run_folder.LEDGER):
             lines = Lines(self.path / name)
             if (self.path / name).exists():
-                self._begin(name, _upto(lines, None if name == LEDGER else step))
+                self._begin(name, _upto(lines, None if name == run_folder.LEDGER else step))
                 complaints.append(lines.complaint)
-            elif name == METRICS:
+            elif name == run_folder.METRICS:
                 self._begin(name)
-        for path in (self.path / TENSORBOARD).glob("*"):  # which are told themselves where to forget
+        for path in (self.path / run_folder.TENSORBOARD).glob("*"):  # which are told themselves where to forget
             if path.is_file():
-                with self.staged(f"{TENSORBOARD}/{path.name}") as copy:
+                with self.staged(f"{run_folder.TENSORBOARD}/{path.name}") as copy:
                     shutil.copyfile(path, copy)
         return [complaint for complaint in complaints if complaint]
 
@@ -200,21 +199,25 @@ class Claim:
 def claim(path: Path, errors: str | None = None) -> Claim:
     """Make a run folder belong to this start, and to none before it. Raises RunFolderError.
 
-    `errors` is the name of this start's folder in RUN/errors (app/runs/failure.py), by default its number.
+    `errors` is the name of this start's folder in RUN/errors, by default its number.
     """
-    refuse_links(path)
-    starts = path / STARTS
+    run_folder.refuse_links(path)
+    starts = path / run_folder.STARTS
     place = starts
     try:
         starts.mkdir(exist_ok=True)
         place = _new_place(starts)
-        for number in _numbers(starts):
+        for number in run_folder.start_numbers(starts):
             if number < int(place.name):
                 with suppress(FileNotFoundError):  # another start, newer than that one too, was faster
                     (starts / str(number)).rename(starts / f"{number}.{place.name}.ended")
         for leftover in starts.glob("*.ended"):
             _remove_for_good(leftover)
-        _introduce(place, errors or place.name)  # last: what filled the disk may have been in the places that went
+        # Last: what filled the disk may have been in the places that went.
+        about = {"host": socket.gethostname(), "time": time.time(), "errors": errors or place.name}
+        with file_made_whole(place / run_folder.START) as temporary:
+            temporary.write_text(json.dumps(about) + "\n")
+        sync(starts)
     except OSError as error:
         if place != starts and not place.exists():
             raise RunFolderError(Claim(path, place).lost()) from None
@@ -235,7 +238,7 @@ def _upto(lines: Lines, step: int | None) -> Iterator[bytes]:
 
 def _new_place(starts: Path) -> Path:
     """The place of a new start, with a number above all others. The highest number is always there, so none comes twice."""
-    number = max(_numbers(starts), default=0) + 1
+    number = max(run_folder.start_numbers(starts), default=0) + 1
     while True:
         place = starts / str(number)
         try:
@@ -243,37 +246,11 @@ def _new_place(starts: Path) -> Path:
         except FileExistsError:  # of a start that came in between, or one of which this machine has not heard yet
             number += 1
             continue
-        if number == (highest := max(_numbers(starts), default=0)):
+        if number == (highest := max(run_folder.start_numbers(starts), default=0)):
             break
         _remove(place)  # the number was free because later starts have come and removed the place that had it
         number = highest + 1
     return place
-
-
-def last_start(path: Path) -> Any:
-    """Return what the newest start of a run wrote about itself into its place. Raises OSError and ValueError."""
-    starts = path / STARTS
-    return parsed((starts / str(max(_numbers(starts))) / _ABOUT).read_bytes())
-
-
-def _introduce(place: Path, errors: str) -> None:
-    """Write into a place whose it is. Raises OSError; the place itself stays then, or its number would come twice."""
-    about = place / _ABOUT
-    try:
-        about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
-        sync(about)
-        sync(place.parent)
-    except OSError:
-        with suppress(OSError):
-            _remove(about)
-        raise
-
-
-def _numbers(starts: Path) -> list[int]:
-    """The numbers of the starts that have a place; none if the folder is gone."""
-    with suppress(FileNotFoundError):
-        return sorted(int(path.name) for path in starts.iterdir() if path.name.isdecimal())
-    return []
 
 
 def _remove_for_good(folder: Path) -> None:

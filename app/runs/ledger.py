@@ -24,7 +24,7 @@ from typing import Any
 
 from app.data.order import GOLDEN64, MASK64, MIX_FIRST, MIX_SECOND
 from app.errors import RunFolderError
-from app.files.lines import Lines
+from app.files.text_files import Lines
 from app.runs.run_folder import LEDGER
 
 # As int64, in which torch has no constant of 64 bits otherwise.

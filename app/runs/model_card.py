@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.recipe import recipe_file, task_file
-
 FILE = "README.md"
 LOADED_BY_US = """\
 from pathlib import Path
@@ -48,7 +46,9 @@ def written(card: CardFacts, weights: Mapping[str, Any]) -> bytes:
     """
     recipe, steps = weights["recipe"], weights["steps"]
     batch = recipe["train.global_batch_size"]
-    begun = f", from the weights of `{_name(recipe['train.init_from'])}`" if recipe["train.init_from"] else ""
+    origin = recipe["train.init_from"] or ""  # of a path the last part, not where it is on the machine that trained
+    origin = Path(origin).name if origin.startswith(("/", "~", "$", "..")) else origin
+    begun = f", from the weights of `{origin}`" if origin else ""
     rows = "".join(f"| {name.replace('_', ' ')} | {value:.4f} |\n" for name, value in weights["scores"].items())
     return f"""\
 ---
@@ -70,10 +70,7 @@ Trained with Samerun on {card.data}{begun}: {steps:,} steps of {batch:,} {card.s
 ## Training
 
 {_training(weights)}
-What differs from the recipe's defaults; `recipe.yaml` has every key, and the paths of the machine that trained.
-
-```yaml
-{_differing(recipe)}```
+`recipe.yaml` has every key of the recipe, and the paths of the machine that trained.
 
 ## Share
 
@@ -114,25 +111,3 @@ def _training(weights: Mapping[str, Any]) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()) or None,
     }
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
-
-
-def _differing(recipe: Mapping[str, Any]) -> str:
-    """Return the keys that are not at their defaults, as YAML; of paths the last part alone."""
-    task = recipe["task"]
-    defaults = recipe_file.flat(recipe_file.build({"task": task}))
-    hidden, paths = recipe_file.not_learnt(task), recipe_file.places(task)
-    shown = {
-        key: _name(value) if key in paths and isinstance(value, str) else value
-        for key, value in recipe.items()
-        if key not in hidden and _plain(value) != _plain(defaults.get(key))
-    }
-    return recipe_file.flat_to_yaml(shown | {"task": task_file.name_of(task)})
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _name(path: str) -> str:
-    """Return the last part of a path; a name of the hub, or a path relative to where the run was started, is unchanged."""
-    return Path(path).name if path.startswith(("/", "~", "$", "..")) else path

@@ -16,7 +16,7 @@
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     config.json, ...  at the end of a language model's run: what makes the folder one that transformers loads
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
-    errors/           of each start that failed: why (app/runs/failure.py)
+    errors/           why a start failed: START/*.json, from each process that failed and each launcher that noticed
     starts/           which start of the run the folder belongs to, and what that is writing (app/runs/claim.py)
     profile/          with profile.steps: a trace of each rank, and how far its clock is ahead (app/metrics/profile.py)
     stacks/           after a hang: where each rank stood
@@ -25,20 +25,30 @@
     STOP, SAVE        made by the user, who wants the run to stop or to save
 
 Files appear whole or not at all. A run writes them by its claim; here is what they are called, and how they are read.
+
+A process records its error before it ends. A launcher records exit codes, for what could not: SIGKILL, a crash in C++.
+`first_failure` chooses. Each start has its own folder in errors/, named by its launcher (ERRORS) or, without `samerun launch`,
+by the number of its claim; the place of the start names it, so the failure of another start is never taken for its own.
+torch's own error files (TORCHELASTIC_ERROR_FILE) are in a folder of one node, in whole seconds, and only torchrun reads them.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.errors import RunFolderError
-from app.files.atomic_files import disk_errors, file_made_whole
-from app.files.lines import Lines, is_count, parsed
-from app.files.paths import new_folder
+from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer
+from app.files.atomic_files import disk_errors, file_made_whole, new_folder
+from app.files.text_files import Lines, is_count, is_finite, parsed
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
@@ -47,7 +57,9 @@ PREDICTIONS_TOLD = "predictions.json"
 MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
 PROGRAMS = {"torch": "model.pt2", "onnx": "model.onnx"}
 """Beside exported weights: the model as a program, by its kind."""
-OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
+OUTCOME, ERRORS, STARTS, STACKS, STOP, SAVE = "outcome.json", "errors", "starts", "stacks", "STOP", "SAVE"
+START = "start.json"
+"""In the place of a start: what it wrote about itself."""
 TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 
 
@@ -163,3 +175,101 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RunFolderError(f"{path} is broken: it holds {type(values).__name__}, not an object.")
     return values
+
+
+def start_numbers(starts: Path) -> list[int]:
+    """Return the numbers of the starts that have a place; none if the folder is gone."""
+    with suppress(FileNotFoundError):
+        return sorted(int(path.name) for path in starts.iterdir() if path.name.isdecimal())
+    return []
+
+
+def last_start(path: Path) -> Any:
+    """Return what the newest start of a run wrote about itself into its place. Raises OSError and ValueError."""
+    starts = path / STARTS
+    return parsed((starts / str(max(start_numbers(starts))) / START).read_bytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessFailure:
+    """A process that failed, or the launcher of a node."""
+
+    exit_code: int
+    """As Python has it: -9 after SIGKILL."""
+    rank: int | None = None
+    process: str = ""
+    """Name of a process without a rank; empty for a node."""
+    host: str = field(default_factory=socket.gethostname)
+    time: float = field(default_factory=time.time)
+    """When it failed, in Unix seconds."""
+    error: str = ""
+    """`RecipeError: no such key`; empty if it recorded nothing itself."""
+    traceback: str = ""
+    """Empty for an error that the user can fix."""
+    is_consequence: bool = False
+    """Whether it failed because another process did, or hangs: any other failure of the start is then the cause."""
+
+    @property
+    def name(self) -> str:
+        """`rank 1 on node2`, `accelerate launch on node2`, or `node2`."""
+        process = self.process if self.rank is None else f"rank {self.rank}"
+        return f"{process} on {self.host}" if process else self.host
+
+    def __str__(self) -> str:
+        """Return `rank 1 on node2 ended with exit code 3`."""
+        number = self.exit_code - 128 if self.exit_code > 128 else -self.exit_code
+        if number not in map(int, signal.Signals):
+            return f"{self.name} ended with exit code {self.exit_code}"
+        sent = signal.Signals(number).name
+        return f"{self.name} was ended by {sent}" + (", for example for lack of memory" if sent == "SIGKILL" else "")
+
+
+def record_failure(folder: Path | None, failure: ProcessFailure) -> None:
+    """Write a failure into the folder of its start, if there is one. Where it cannot be written, stderr alone has it."""
+    if folder is None:
+        return
+    by_itself = failure.error and failure.rank is not None
+    with suppress(OSError, RunFolderError):
+        folder.parent.mkdir(exist_ok=True)  # not the run folder: a user may have removed it
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"{f'rank-{failure.rank:05d}' if by_itself else f'node-{failure.host}'}.json", asdict(failure))
+
+
+@dataclass
+class Recorder:
+    """Records the error that ends this process."""
+
+    folder: Path | None
+    """Of this start; None: not known."""
+
+    def record(self, error: Exception, *, rank: int | None = None) -> None:
+        """Record an error, while it is handled."""
+        text, code, frames, is_consequence = f"{type(error).__name__}: {error}", 1, "", isinstance(error, HangError)
+        if isinstance(error, SamerunError):
+            code = error.exit_code
+        else:
+            frames, is_consequence = traceback.format_exc(), is_of_a_lost_peer(error)
+        failure = ProcessFailure(exit_code=code, rank=rank, error=text, traceback=frames, is_consequence=is_consequence)
+        record_failure(self.folder, failure)
+
+
+def first_failure(folder: Path | None) -> ProcessFailure | None:
+    """Return the failure that ended a start, from its folder: the earliest that is not a consequence of another."""
+    found: list[ProcessFailure] = []
+    for file in folder.glob("*.json") if folder else ():
+        with suppress(OSError, ValueError, TypeError):  # damaged; the others may not be
+            failure = ProcessFailure(**parsed(file.read_bytes()))
+            if isinstance(failure.exit_code, int) and is_finite(failure.time) and is_count(failure.rank or 0):
+                found.append(failure)
+    known = {failure.rank for failure in found if failure.error}
+    # A launcher knows less of a process than its own file.
+    found = [failure for failure in found if failure.error or failure.rank not in known]
+    # torch's times are whole seconds; all ranks may have the same error.
+    return min(found, key=lambda failure: (failure.is_consequence, int(failure.time), failure.rank or 0), default=None)
+
+
+def newest_failure(run_dir: Path) -> ProcessFailure | None:
+    """Return the failure of the start that the run folder belongs to; None if it has not failed, as far as is known."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # it has no start, or one that is damaged
+        return first_failure(run_dir / ERRORS / Path(last_start(run_dir)["errors"]).name)
+    return None

@@ -29,7 +29,7 @@ def of(recipe: Any) -> Any:
 
 def card(task: str, facts: Any, recipe: Any) -> Any:
     """Return the task's part of a model card, an `app.runs.model_card.CardFacts`. Needs no torch and runs no user's file."""
-    return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").describe(facts, recipe)
+    return importlib.import_module(f"{SHIPPED[task]}.card" if task in SHIPPED else "app.tasks.own").describe(facts, recipe)
 
 
 def sources(task: str) -> dict[str, str]:

@@ -12,11 +12,10 @@ from typing import Any
 
 from app.environment.slurm_variables import is_in_step
 from app.environment.started_ranks import STARTERS
-from app.environment.topology import Topology
-from app.environment.variables import said
+from app.environment.topology import Topology, said
 from app.errors import TopologyError
 from launch.schedulers import hosts, pbs, slurm
-from launch.schedulers.job import Allocation, Job
+from launch.schedulers.hosts import Allocation, Job
 
 
 def find(
@@ -63,13 +62,11 @@ def this_machine(
     """Return this machine as a topology: `processes` (from `origin`), or one per accelerator and at least one.
 
     The port is left to `accelerate launch` (0), which looks for a free one just before it is used: two runs started
-    together cannot meet, and a printed command can be run again. Raises TopologyError.
+    together cannot meet, and a printed command can be run again.
     """
     if processes is None:
         count, origin = hosts.count_accelerators(environment, device_folder=device_folder)
         processes, origin = (count, origin) if count else (1, f"no accelerator: {origin}")
-    elif processes < 1:
-        raise TopologyError(f"{origin} is {processes}: a run needs at least 1 process")
     return Topology(processes_per_node=processes, origins={"processes_per_node": origin})
 
 

@@ -18,21 +18,19 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.environment.variables import number, port_of_job
+from app.environment.topology import number, port_of_job
 from app.errors import TopologyError
 from launch.schedulers import hosts
-from launch.schedulers.hosts import NODE_RANK, count_accelerators
-from launch.schedulers.job import Allocation, Job, NotDoneError, Times, ask
+from launch.schedulers.hosts import NODE_RANK, Allocation, Job, NotDoneError, Times, ask, count_accelerators
 
 
 def find(
@@ -40,7 +38,7 @@ def find(
     *,
     processes_per_node: int | None = None,
     nodes: int | None = None,
-    describe_job: Callable[[str], str | None] | None = None,
+    describe_job: Callable[[str], str] | None = None,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
     device_folder: Path = Path("/dev"),
 ) -> Allocation | None:
@@ -75,24 +73,21 @@ def find(
 
 
 def _gpus_by_host(
-    environment: Mapping[str, str], asked: int | None, describe_job: Callable[[str], str | None], device_folder: Path
+    environment: Mapping[str, str], asked: int | None, describe_job: Callable[[str], str], device_folder: Path
 ) -> tuple[Mapping[str, int], str]:
     """Return the known GPUs of some or all hosts, and their origin. The server is asked only where the answer matters."""
     here, origin = count_accelerators(environment, device_folder=device_folder)
     if here and asked is None and "CUDA_VISIBLE_DEVICES" not in environment:
-        text = describe_job(environment["PBS_JOBID"])
-        gpus = parse_job(text, job_id=environment["PBS_JOBID"])[1] if text else {}
-        if any(gpus.values()):  # else the site does not count them, and gives whole nodes
-            return gpus, "exec_vnode of qstat -f"
+        with suppress(NotDoneError):  # there is no qstat here
+            gpus = parse_job(describe_job(environment["PBS_JOBID"]), job_id=environment["PBS_JOBID"])[1]
+            if any(gpus.values()):  # else the site does not count them, and gives whole nodes
+                return gpus, "exec_vnode of qstat -f"
     return {"this host": here}, f"{origin} on this host"
 
 
-def qstat(job_id: str) -> str | None:
-    """Return what `qstat -f -F json` prints of a job, or None where there is no qstat."""
-    command = ["qstat", "-f", "-F", "json", job_id]
-    if shutil.which(command[0]) is None:
-        return None
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+def qstat(job_id: str) -> str:
+    """Return the output of `qstat -f -F json` for a job. Raises NotDoneError, for example where there is no qstat."""
+    return ask(["qstat", "-f", "-F", "json", job_id])
 
 
 def count_hosts(environment: Mapping[str, str], *, read: Callable[[str], str]) -> dict[str, int]:
@@ -183,7 +178,7 @@ _OF_CHUNKS = {"mem", "mpiprocs", "ncpus", "ngpus", "nodect", "nodes", "ompthread
 def find_job(
     environment: Mapping[str, str],
     *,
-    describe_job: Callable[[str], str | None] = qstat,
+    describe_job: Callable[[str], str] = qstat,
     qsub: Callable[..., str] = ask,
 ) -> Job | None:
     """Return the PBS job that `environment` is part of, or None outside PBS.
@@ -202,19 +197,16 @@ def find_job(
     )
 
 
-def _times(job_id: str, describe_job: Callable[[str], str | None]) -> Times:
-    text = describe_job(job_id)
-    if text is None:
-        return Times(origin="there is no qstat here")
+def _times(job_id: str, describe_job: Callable[[str], str]) -> Times:
     try:
-        return parse_job(text, job_id=job_id)[0]
-    except TopologyError as error:
+        return parse_job(describe_job(job_id), job_id=job_id)[0]
+    except (NotDoneError, TopologyError) as error:
         return Times(origin=str(error))
 
 
 def _resubmit(
     environment: Mapping[str, str],
-    describe_job: Callable[[str], str | None],
+    describe_job: Callable[[str], str],
     qsub: Callable[..., str],
     signals: Collection[int],
 ) -> str:
@@ -226,7 +218,7 @@ def _resubmit(
         raise NotDoneError(f"job {job_id} is an array job, and PBS cannot resubmit one of its tasks")
     requeues = number(environment, REQUEUES) + 1
     try:
-        attributes = _attributes(describe_job(job_id) or "", job_id)
+        attributes = _attributes(describe_job(job_id), job_id)
         command = successor(attributes, submitted_in=environment["PBS_O_WORKDIR"], requeues=requeues)
     except (ValueError, KeyError, TypeError) as error:
         raise NotDoneError(f"`qstat -f -F json {job_id}` does not describe the job ({error!r})") from error

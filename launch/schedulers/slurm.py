@@ -8,8 +8,8 @@ The variables, and how they are read: `app/environment/slurm_variables.py`. A ta
 
 - `scontrol requeue` of an array's own id requeues every task, and the last task has that id as SLURM_JOB_ID: ARRAY_TASK it is.
 - It also requeues a job that a user has just cancelled. A job that Slurm is ending is COMPLETING, whatever for; only `Restarts`
-  tells that it is on its way into the queue.
-- A requeued job waits 120 s (`batch_requeue_fini` in slurmctld), unless its StartTime lies in the future by then: this can be
+  shows that it is on its way into the queue.
+- A requeued job waits 120 s (`batch_requeue_fini` in slurmctld), unless its StartTime is in the future by then: this can be
   set by the job itself, as soon as it has been requeued and while its processes still end.
 - There is no SLURM_JOB_END_TIME before 23.02.
 """
@@ -25,11 +25,9 @@ from dataclasses import replace
 from typing import Any
 
 from app.environment.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step, is_shell
-from app.environment.topology import Topology
-from app.environment.variables import HOST_SUFFIX, number, port_of_job, short, with_suffix
+from app.environment.topology import HOST_SUFFIX, Topology, number, port_of_job, short, with_suffix
 from app.errors import TopologyError
-from launch.schedulers.hosts import count_accelerators, uneven
-from launch.schedulers.job import Allocation, Job, NotDoneError, Times, ask
+from launch.schedulers.hosts import Allocation, Job, NotDoneError, Times, ask, count_accelerators, uneven
 
 _HOLD_S = 15
 """Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take

@@ -1,32 +1,42 @@
-"""`samerun launch`: run what its arguments come to (`resolved.py`), and see it through.
+"""`samerun launch`: run what its arguments come to (`resolved.py`), and see it through. `samerun doctor`: examine its machines.
 
 On one machine it runs `accelerate launch`, or the one process that it would start. In an allocation it runs, by the scheduler's
 command, `samerun launch` once on every node, which runs the `accelerate launch` of that node when all have met
 (`rendezvous.py`). From where it was typed, the run is watched (`supervise.py`) until it is over: restarted after a crash, and
 its job requeued. Each start continues from the newest checkpoint of the run folder (`--resume auto`).
+
+`samerun doctor` starts `app.checks.doctor` in the same way on the machines that a run there would find.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.environment import host
-from app.environment.variables import ERRORS
-from app.errors import STOPPED, HangError, SamerunError, TrainingError
-from app.files.lines import parsed
-from app.runs import failure, run_folder
-from launch.schedulers.job import ATTEMPT, NotDoneError
+from app.environment.topology import ERRORS, Topology
+from app.errors import STOPPED, HangError, SamerunError, TopologyError, TrainingError
+from app.files.text_files import parsed
+from app.options import Parser, above_zero
+from app.runs import run_folder
+from launch.node_command import accelerate_argv, one_process_argv
+from launch.run_module import program
+from launch.schedulers import detect
+from launch.schedulers.hosts import ATTEMPT, NotDoneError
 from launch.start import supervise
-from launch.start.rendezvous import find_token, meet, new_token, without_token
-from launch.start.resolved import Resolved, checked
+from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
+from launch.start.resolved import Resolved, add_processes, checked, default_preset, set_processes, with_port
 from launch.start.supervise import Ending
 
 
@@ -51,7 +61,7 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         return _run(resolved, environment, say)
     finally:
         if not (run_dir / run_folder.STARTS).exists():  # the run did not begin to write
-            shutil.rmtree(run_dir / failure.FOLDER, ignore_errors=True)
+            shutil.rmtree(run_dir / run_folder.ERRORS, ignore_errors=True)
             with suppress(OSError):
                 if is_new:
                     run_dir.rmdir()
@@ -62,13 +72,9 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     say(shlex.join(resolved.accelerate_argv()))
     exported = resolved.with_threads(without_token(resolved.times(environment).added_to(environment)))
     file = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and resolved.writes_outcome else None
-    parent = os.getppid()
-
-    def is_lost() -> bool:
-        """Return True if the ssh that started this is gone. Daemons of batch systems may be restarted meanwhile."""
-        return "SSH_CONNECTION" in environment and os.getppid() != parent
-
-    exit_code = supervise.run(resolved.local_argv(exported), exported, watched=False, is_lost=is_lost).exit_code
+    # By ssh it ends when that has. Daemons of batch systems may be restarted meanwhile.
+    by_ssh = "SSH_CONNECTION" in environment
+    exit_code = supervise.run(resolved.local_argv(exported), exported, ends_with_parent=by_ssh).exit_code
     outcome = file.read(exit_code, is_required=True) if file else None
     # Where `samerun launch` started this, it reads the outcome itself.
     is_stopped = outcome is not None and outcome.outcome == "stopped" and ATTEMPT not in environment
@@ -120,11 +126,8 @@ class OutcomeFile:
         """
         content = self._content()
         if content is not None and content != self._before:
-            try:
-                values = parsed(content)
-                return RunOutcome(**{name: values[name] for name in RunOutcome.__dataclass_fields__})
-            except (ValueError, KeyError, TypeError):  # as little as a file that cannot be read
-                return None
+            values = parsed(content)
+            return RunOutcome(**{name: values[name] for name in RunOutcome.__dataclass_fields__})
         if is_required and exit_code == 0:
             raise TrainingError(
                 "the training process ended with exit code 0, but it neither finished the run nor stopped it "
@@ -133,10 +136,7 @@ class OutcomeFile:
         return None
 
     def _content(self) -> bytes | None:
-        try:
-            return self._file.read_bytes()
-        except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
-            return None
+        return self._file.read_bytes() if self._file.exists() else None
 
 
 def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
@@ -148,10 +148,11 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         say(f"the end of the job's time is unknown ({times.origin}), so the run cannot stop and save before it")
     exported = resolved.with_threads(times.added_to(environment)) | (new_token() if is_elsewhere else {})
     for restart in range(max_restarts + 1):
-        mark, again = f"{secrets.token_hex(8)}-{restart}", restart > 0
-        file, errors = OutcomeFile(run_dir), run_dir.absolute() / failure.FOLDER / mark
-        command = resolved.start(again=again) if is_elsewhere else resolved.local_argv(exported, again=again)
-        ending = supervise.run(command, {**exported, ATTEMPT: mark, ERRORS: str(errors)}, watched=True, errors=errors)
+        attempt = replace(resolved, earlier_starts=resolved.earlier_starts + restart)
+        mark = f"{secrets.token_hex(8)}-{attempt.earlier_starts}"
+        file, errors = OutcomeFile(run_dir), run_dir.absolute() / run_folder.ERRORS / mark
+        command = attempt.start_argv() if is_elsewhere else attempt.local_argv(exported)
+        ending = supervise.run(command, {**exported, ATTEMPT: mark, ERRORS: str(errors)}, errors=errors)
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             host.kill_all_with(ATTEMPT, mark)
         if ending.is_out_of_memory:
@@ -167,17 +168,14 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         outcome = file.read(ending.exit_code, is_required=resolved.writes_outcome and not is_elsewhere)
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(resolved, outcome, ending, say)
-        if outcome is not None or restart == max_restarts or not _may_restart(ending, say):
+        if outcome is not None or restart == max_restarts or not _may_restart(ending):
             break
         say(f"the run crashed, and resumes from its newest checkpoint: restart {restart + 1} of {max_restarts}")
     return ending.exit_code
 
 
-def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
-    """Whether it crashed by something that may not happen again, on nodes that are still there."""
-    if ending.lost_node:
-        say(f"{ending.lost_node} has failed, which ends this job: Slurm requeues it, unless it was submitted with --no-requeue")
-        return False
+def _may_restart(ending: Ending) -> bool:
+    """Return True if it crashed by something that might not happen again."""
     # A run that found itself stuck made no mistake that the next start would repeat.
     mistakes = {error.exit_code for error in SamerunError.__subclasses__()} - {HangError.exit_code}
     return ending.exit_code not in {0, *mistakes} and not ending.signals
@@ -203,3 +201,69 @@ def _after_stop(resolved: Resolved, outcome: RunOutcome, ending: Ending, say: Ca
     by_hand = [] if resolved.options.run_dir else ["--run-dir", str(resolved.run_dir)]
     say(f"the run {outcome}. {why_not}To resume it: {shlex.join(['samerun', 'launch', *by_hand, *resolved.argv])}")
     return STOPPED
+
+
+def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
+    options = _doctor_parser().parse_all(argv)
+    set_processes(options, environment)
+    allocation = detect.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
+    topology = allocation.topology if allocation else detect.this_machine(environment, processes=options.processes)
+    topology = with_port(topology, options.port)
+    if allocation and allocation.start:
+        added = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
+        start = [word for word in allocation.start if word != "--label"]
+        command = [*start, *program("launch.cli"), "doctor", *added, *argv]
+        say(shlex.join(command))
+        os.execvpe(command[0], command, {**environment, **new_token()})  # noqa: S606 - a shell would stand between
+    if topology.num_nodes > 1:
+        signal.signal(signal.SIGTERM, _end_with_the_first)
+        job = detect.job(environment)
+        token = find_token(environment, options.run_dir, job.name if job else "")
+        try:
+            port = meet(topology, token, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
+        except TopologyError as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `_examine`
+            sys.stderr.write(f"WRONG {error}\n")
+            sys.stderr.flush()
+            time.sleep(1.0)  # srun ends the others immediately, and output that it has not read by then is lost
+            return 1
+        topology = replace(topology, port=port)
+    return _examine(topology, options, environment)
+
+
+def _end_with_the_first(*_: object) -> None:
+    """The first node that has found something wrong ends, and srun ends the others for it: for them it is the same."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
+def _examine(topology: Topology, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="samerun-doctor-") as folder:
+        exit_code_file = Path(folder) / "exit-code"
+        arguments = ["--patience", str(options.patience), "--exit-code-file", str(exit_code_file)]
+        chosen = default_preset(topology, environment)
+        # Without names of hosts no line begins with one: labels would spoil the tables.
+        topology, module = replace(topology, hosts=()), "app.checks.doctor"
+        alone = one_process_argv(topology, chosen, arguments, environment, module=module)
+        command = alone or accelerate_argv(topology, chosen, arguments, module=module)
+        # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
+        ended = supervise.run(command, {**without_token(environment), "TMPDIR": folder}).exit_code
+        # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return 1 if ended else int(exit_code_file.read_text())
+
+
+def _doctor_parser() -> Parser:
+    parser = Parser(
+        prog="samerun doctor",
+        description="Check this machine, or all nodes of the current Slurm or PBS job: connections between nodes, devices and "
+        "their arithmetic, versions, and the bandwidth of all-reduce. The exit code is 0 only if nothing is wrong.",
+    )
+    add_processes(parser)
+    parser.add_argument("--run-dir", default="runs", help="for `srun samerun doctor`: folder that all nodes can read, in which "
+        "they find their token (default: runs)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; "
+        "a rank that takes longer is reported as stuck (default: 60)")  # fmt: skip
+    parser.take_accelerates_words()
+    return parser

@@ -4,6 +4,8 @@ torch, and the commands that follow from it."""
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,21 +14,19 @@ from pathlib import Path
 
 from app.environment.launched import end_time_s
 from app.environment.topology import Degrees, Topology, listed
-from app.errors import PresetError, TopologyError
-from app.options import Parser, not_negative, positive
+from app.errors import CheckpointError, DataError, PresetError, RunFolderError, SamerunError, TopologyError, TrackerError
+from app.options import Parser, not_negative, positive, trackers
 from app.options import parser as training_parser
 from app.recipe import optimizers
-from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.recipe_file import load as load_recipe
+from app.recipe.schema import BatchPlan
 from launch import preset
 from launch.node_command import accelerate_argv, one_process_argv
 from launch.preset import PRECISIONS, Preset, requested_sizes
 from launch.run_module import program
 from launch.schedulers import detect
-from launch.schedulers.hosts import count_accelerators
-from launch.schedulers.job import ATTEMPT, Allocation, Job, Times
-from launch.start import run_checks
+from launch.schedulers.hosts import ATTEMPT, Allocation, Job, Times, count_accelerators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Resolved:
     """As it was typed."""
     passed_on: list[str]
     """The words that are app.train's."""
+    earlier_starts: int
+    """Starts of the run before this one, after which it was restarted or requeued."""
 
     @property
     def is_task(self) -> bool:
@@ -64,54 +66,47 @@ class Resolved:
         """Whether the main process of the run is on this node, and trains."""
         return self.topology.node_rank == 0 and "--print-recipe" not in self.passed_on
 
-    def accelerate_argv(self, node_rank: int | None = None, *, again: bool = False) -> list[str]:
-        """Return the `accelerate launch` of this node, or of another; `again`: to resume the run."""
+    def accelerate_argv(self, node_rank: int | None = None) -> list[str]:
+        """Return the `accelerate launch` of this node, or of another."""
         return accelerate_argv(
             self.topology,
             self.preset,
-            self._app_args(again=again),
+            self._app_args(),
             mixed_precision=self.options.mixed_precision,
             node_rank=node_rank,
             sizes=requested_sizes(self.options),
         )
 
-    def local_argv(self, environment: Mapping[str, str], *, again: bool = False) -> list[str]:
+    def local_argv(self, environment: Mapping[str, str]) -> list[str]:
         """Return what runs the processes of this node: an `accelerate launch`, or one process without it, if that is known."""
         precision, alone = self.options.mixed_precision, None
         if not requested_sizes(self.options):
-            app_args = self._app_args(again=again)
-            alone = one_process_argv(self.topology, self.preset, app_args, environment, mixed_precision=precision)
-        return alone or self.accelerate_argv(again=again)
+            alone = one_process_argv(self.topology, self.preset, self._app_args(), environment, mixed_precision=precision)
+        return alone or self.accelerate_argv()
 
-    def _app_args(self, *, again: bool) -> list[str]:
+    def _app_args(self) -> list[str]:
         app_args = ["--recipe", self.options.recipe]
         app_args += ["--run-dir", self.run_dir] if self.run_dir else []
-        resume = self.resume(again=again)
-        app_args += ["--resume", resume] if resume else []
+        app_args += ["--resume", self.resume] if self.resume else []
         return [*app_args, *self.passed_on]
 
-    def command(self, *, again: bool = False) -> list[str]:
-        """Return the command of a whole run, here or on all nodes; `again`: to resume the run."""
-        return self.start(again=again) if self.is_started_elsewhere else self.accelerate_argv(again=again)
-
-    def start(self, *, again: bool = False) -> list[str]:
+    def start_argv(self) -> list[str]:
         """Return what starts `samerun launch` on every node, with the options that it would not find by itself."""
         assert self.allocation is not None
         added = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
         added += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
-        resume = self.resume(again=again)
-        words = list(self.argv)
-        if resume and self.options.resume not in (None, resume):  # in place of the option for the first start
-            at = next(index for index, word in enumerate(words) if word.partition("=")[0] == "--resume")
-            words[at : at + (1 if "=" in words[at] else 2)] = ["--resume", resume]
-        return [*self.allocation.start, *program("launch.cli"), "launch", *added, *words]
+        return [*self.allocation.start, *program("launch.cli"), "launch", *added, *self.argv]
 
-    def resume(self, *, again: bool = False) -> str | None:
-        """Return the --resume of app.train. The user's option is for the first start only, as any other continues the run."""
+    def command(self) -> list[str]:
+        """Return the command of a whole run, here or on all nodes."""
+        return self.start_argv() if self.is_started_elsewhere else self.accelerate_argv()
+
+    @property
+    def resume(self) -> str | None:
+        """The --resume of app.train. The user's option is for the first start only, as any other continues the run."""
         if self.run_dir is None or self.options.resume is None:
             return self.options.resume or ("auto" if self.run_dir else None)
-        again = again or (self.job is not None and self.job.requeues > 0)
-        return "auto" if again and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
+        return "auto" if self.earlier_starts and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
 
     def with_threads(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment with what torchrun would set under DeepSpeed, and announce in six lines."""
@@ -150,20 +145,57 @@ class Resolved:
         yield f"the allocation ends at {ends} ({times.origin})"
 
 
-def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
-    """Return what these arguments come to here. Raises SamerunError for what would end the run, as far as it can be known."""
-    options, passed_on, training = read(argv)
-    resolved = _resolve(options, passed_on, argv, environment, overrides=training.overrides)
-    if not resolved.is_task:  # or each node would look again
-        if not resolved.job:  # or the time is that of the job
-            end_time_s(environment)
-        inputs = resolved.loaded.recipe.inputs
-        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data
-            inputs = {key: path for key, path in inputs.items() if path is None or key.startswith("train.")}
-        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), inputs=inputs):
-            raise problem
-    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
-    return resolved
+def problems(
+    training: argparse.Namespace, *, run_dir: str | None, resume: str | None, inputs: Mapping[str, str | None]
+) -> Iterator[SamerunError]:
+    """Yield errors that the run would end with: how it is started is in `training`, but for its folder and --resume.
+
+    `inputs` are the recipe's files and folders, as far as they must be on this machine. What only the training can know, such
+    as whether a checkpoint is whole, is left to it.
+    """
+    try:
+        trackers(training.trackers)
+    except TrackerError as error:
+        yield error
+    if run_dir and (problem := unwritable(Path(run_dir))):
+        yield RunFolderError(problem)
+    holds_a_run = run_dir is not None and os.access(Path(run_dir, "recipe.yaml"), os.F_OK)
+    if holds_a_run and resume != "auto":
+        yield RunFolderError(
+            f"--run-dir is {run_dir}, which already contains a run (it has a recipe.yaml): choose another, "
+            "resume it with --resume auto, or delete the folder"
+        )
+    if resume not in (None, "auto", "never") and not Path(resume).is_dir():
+        yield CheckpointError(
+            f"--resume is {resume}: no such folder; give auto, never, or the path of a run folder or of a checkpoint"
+        )
+    init_from = inputs.get("train.init_from")
+    yield from map(DataError, missing({key: path for key, path in inputs.items() if key != "train.init_from"}))
+    # A resumed run does not read the weights that it began with, which may be gone since.
+    if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):
+        which = "give a file of weights, a run folder or a checkpoint, or torchvision:NAME"
+        yield CheckpointError(f"train.init_from is {init_from}: there is no such file or folder; {which}")
+
+
+def missing(inputs: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield which files and folders, by their keys, do not exist, or cannot be read, or have no path."""
+    for key, path in inputs.items():
+        if path is None:
+            yield f"{key} is not given, and the recipe has no data without it: give {key}=PATH"
+        elif not os.access(os.path.expandvars(Path(path).expanduser()), os.R_OK):
+            yield f"{key} is {path!r}: no such file or folder, or you may not read it. Correct it"
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return why a folder cannot be made or written, or None."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
+    if re.search("[\udc80-\udcff]", str(folder.absolute())):
+        return f"--run-dir is {os.fsencode(folder)!r}, in {os.fsencode(Path.cwd())!r}, which is not UTF-8: choose another"
+    if not nearest.is_dir():
+        return f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
+    return None
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
@@ -182,14 +214,9 @@ def options() -> list[str]:
     return _parser().options()
 
 
-def _resolve(
-    options: argparse.Namespace,
-    passed_on: list[str],
-    argv: list[str],
-    environment: Mapping[str, str],
-    *,
-    overrides: Sequence[str],
-) -> Resolved:
+def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
+    """Return what these arguments come to here. Raises SamerunError for what would end the run, as far as it can be known."""
+    options, passed_on, training = read(argv)
     set_processes(options, environment, nodes=options.nodes)
     counts = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
     allocation = detect.find(environment, **counts)
@@ -213,28 +240,40 @@ def _resolve(
     if chosen is None:
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset overrides it"
     # What every process would refuse after its slow imports is refused now.
-    loaded = load_recipe(options.recipe, overrides)
+    loaded = load_recipe(options.recipe, training.overrides)
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
         raise PresetError(refusal)
     degrees = chosen.degrees(topology, preset.requested_sizes(options))
-    # The run folder is the same for every start that is to continue.
-    run_dir = options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None)
-    return Resolved(
+    earlier_starts = job.requeues if job else 0
+    if allocation and allocation.is_task and ATTEMPT in environment:
+        earlier_starts = int(environment[ATTEMPT].rpartition("-")[2])
+    data_ranks = topology.world_size // degrees.tensor_parallel
+    resolved = Resolved(
         allocation=allocation,
         job=job,
         topology=topology,
         preset=chosen,
         preset_origin=origin,
         loaded=loaded,
-        run_dir=run_dir,
-        plan=BatchPlan.of(
-            loaded.recipe, topology.world_size // degrees.tensor_parallel, tensor_parallel=degrees.tensor_parallel
-        ),
+        # The same for every start that is to continue the run.
+        run_dir=options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None),
+        plan=BatchPlan.of(loaded.recipe, data_ranks, tensor_parallel=degrees.tensor_parallel),
         degrees=degrees,
         options=options,
         argv=argv,
         passed_on=passed_on,
+        earlier_starts=earlier_starts,
     )
+    if not resolved.is_task:  # or each node would look again
+        if not job:  # or the time is that of the job
+            end_time_s(environment)
+        inputs = loaded.recipe.inputs
+        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data
+            inputs = {key: path for key, path in inputs.items() if path is None or key.startswith("train.")}
+        for problem in problems(training, run_dir=resolved.run_dir, resume=resolved.resume, inputs=inputs):
+            raise problem
+    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
+    return resolved
 
 
 def set_processes(options: argparse.Namespace, environment: Mapping[str, str], *, nodes: int | None = None) -> None:
@@ -259,7 +298,7 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
         return preset.load("multi_node")
     if topology.world_size > 1:
         return preset.load("multi_gpu")
-    # Nodes may have accelerators that this machine has not; single_gpu runs on the CPU where there is none.
+    # Nodes may have accelerators that this machine lacks; single_gpu runs on the CPU of a machine without any.
     has_accelerator = bool(topology.hosts) or count_accelerators(environment)[0] > 0
     return preset.load("single_gpu" if has_accelerator else "cpu")
 

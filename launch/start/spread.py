@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -55,31 +55,26 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def environment_files(variables: Mapping[str, str], names: Sequence[str], folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
-    """Yield a file with the variables for each host, in the first of the folders that can be written; none is left behind.
+def environment_files(variables: Mapping[str, str], names: Sequence[str], folder: str) -> Iterator[dict[str, Path]]:
+    """Yield a file with the variables for each host, in a folder of its own in `folder`; nothing is left behind.
 
-    A file ends with a zero byte, so that half of it is noticed. Raises TopologyError if none can be written.
+    A file ends with a zero byte, so that half of it is noticed. Raises TopologyError if it cannot be written.
     """
     exported = "".join(f" {name}={shlex.quote(value)}" for name, value in variables.items())
     text = os.fsencode(f"export{exported}" if exported else "true") + b"\0"
-    reasons = []
     with ExitStack() as stack:
-        for folder in folders:
-            try:
-                # The hosts have removed it already where all went well.
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".samerun-start-", dir=folder)))
-                files = {host: place / str(number) for number, host in enumerate(names)}
-                for file in files.values():
-                    file.touch(0o600)
-                    file.write_bytes(text)
-                break
-            except OSError as error:
-                reasons.append(f"{folder}: {error.strerror}")
-        else:
+        try:
+            # The hosts have removed it already where all went well.
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".samerun-start-", dir=folder)))
+            files = {host: place / str(number) for number, host in enumerate(names)}
+            for file in files.values():
+                file.touch(0o600)
+                file.write_bytes(text)
+        except OSError as error:
             raise TopologyError(
-                f"the environment of the run cannot be passed to the hosts in a file ({'; '.join(reasons)}): start in a folder "
-                "that you can write and all hosts can read"
-            )
+                f"the environment of the run cannot be passed to the hosts in a file ({folder}: {error.strerror}): start in a "
+                "folder that you can write and all hosts can read"
+            ) from error
         yield files
 
 
@@ -109,9 +104,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     signals: list[int] = []
     parent = os.getppid()
 
-    def is_lost() -> bool:
-        return os.getppid() != parent
-
     def pass_on(number: int, _frame: object) -> None:
         signals.append(number)
         if starter != "pbs_tmrsh" or number != signal.SIGTERM:
@@ -122,21 +114,26 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
         signal.signal(number, pass_on)
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    folders = dict.fromkeys((Path(folder), Path(environment.get("HOME", folder))))
     # Until all have ended: a host may be slow to begin, and read its file after another has failed.
-    with environment_files(carried(environment), names, list(folders)) as files:
+    with environment_files(carried(environment), names, folder) as files:
         started = {
             host: _start(host_command(starter, host, argv, folder=folder, marks=own[host], file=files[host])) for host in names
         }
         signal.signal(signal.SIGTERM, pass_on)
-        failed = _first_failure(started, until=is_lost)
-        if failed is None and not is_lost():
+        while True:
+            codes = {host: process.poll() for host, process in started.items()}
+            failed = next((host for host, code in codes.items() if code), None)
+            is_lost = os.getppid() != parent
+            if failed is not None or is_lost or None not in codes.values():
+                break
+            time.sleep(_LOOK_EVERY_S)
+        if failed is None and not is_lost:
             return 0
         code = started[failed].returncode if failed else 1
         what = f"{failed} ended with exit code {code}" if failed else "the process that started this has ended"
         with suppress(OSError):  # stderr may be gone
             os.write(2, f"samerun: {what}; ending {'the other' if failed else 'all'} hosts\n".encode())
-        left = _still_running(started, seconds=0 if is_lost() else math.inf if signals else grace_s)
+        left = _still_running(started, seconds=0 if is_lost else math.inf if signals else grace_s)
         scripts = {host: stop_script(own[host], kill_after_s=grace_s) for host in left}
         _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
         for host in left:
@@ -194,16 +191,6 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _first_failure(started: Mapping[str, subprocess.Popen[bytes]], *, until: Callable[[], bool]) -> str | None:
-    """Wait until one host fails, and return it, or until all have ended well, or that."""
-    while True:
-        codes = {host: process.poll() for host, process in started.items()}
-        failed = next((host for host, code in codes.items() if code), None)
-        if failed is not None or None not in codes.values() or until():
-            return failed
-        time.sleep(_LOOK_EVERY_S)
-
-
 def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: float) -> list[str]:
     end = time.monotonic() + seconds
     left = list(started)
@@ -214,7 +201,7 @@ def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: f
 
 
 def _stop(commands: Iterable[Sequence[str]], *, seconds: float) -> None:
-    """Run the commands all at once, and give up on hosts that do not answer."""
+    """Run the commands together, and give up on hosts that do not answer."""
     running = [_start(command) for command in commands]
     end = time.monotonic() + seconds
     for process in running:

@@ -1,7 +1,7 @@
 """Supervises a run from outside: passes signals on, finds out how it failed, returns its exit code, ends its processes.
 
 What stands between would end them, or itself: `accelerate launch` of one process dies and leaves it alone, torchrun ends its
-processes after some seconds and itself with exit code 1, srun ends the step at once. Facts: accelerate 1.15, torch 2.15,
+processes after some seconds and itself with exit code 1, srun ends the step immediately. Facts: accelerate 1.15, torch 2.15,
 Slurm 22.05.
 
 The error of the process that failed first is printed again, last, and its exit code becomes the run's.
@@ -15,14 +15,11 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import re
 import secrets
-import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +27,10 @@ from types import FrameType
 from typing import IO
 
 from app.environment import host
-from app.environment.variables import LAUNCHER
+from app.environment.topology import LAUNCHER
 from app.errors import printable
-from app.runs import failure
-from app.runs.failure import ProcessFailure
+from app.runs import run_folder
+from app.runs.run_folder import ProcessFailure
 from launch.run_module import ACCELERATE, as_shells_say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -58,7 +55,7 @@ def pass_on(command: Sequence[str], pid: int, number: int) -> None:
 
 def _ranks(launcher: int) -> list[int]:
     """Children that run the same interpreter, so no nvidia-smi."""
-    import psutil  # not at the top: the launcher starts at once
+    import psutil  # not at the top: the launcher starts immediately
 
     ranks: list[int] = []
     with suppress(psutil.Error):  # it has just ended
@@ -75,57 +72,6 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task \d+: Exited with exit code (?P<code>\d+)")
-_NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
-_NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
-
-
-@dataclass
-class StderrReports:
-    """What a run's stderr reports of its nodes: lines of srun."""
-
-    last_line: str = ""
-    failed: ProcessFailure | None = None
-    """The node that is lost, or else the one whose task failed first."""
-    is_lost: bool = False
-    """Whether Slurm has reported that node as lost."""
-
-    def read(self, line: str) -> None:
-        """Take in one line."""
-        self.last_line = line
-        if not self.is_lost and (lost := _NODE_FAILED.match(line)):
-            self.failed = ProcessFailure(exit_code=1, host=lost["host"], error="Slurm reports that the node has failed")
-            self.is_lost = True
-        elif self.failed is None and (ended := _TASK_ENDED.match(line)):
-            self.failed = ProcessFailure(exit_code=int(ended["code"]), host=ended["host"])
-
-
-def find(
-    errors: Path | None, reports: StderrReports, command: Sequence[str], code: int, received: Collection[int]
-) -> ProcessFailure | None:
-    """Return the failure that ended a start whose `command` ended with `code`, and record it, if any process recorded none.
-
-    `received` are the signals that came to this process.
-    """
-    found = failure.first(errors)
-    if found is None or (found.is_consequence and reports.is_lost):
-        found = reports.failed or _by_exit_code(command, code, received)
-        if found is not None:
-            failure.record(errors, found)
-    return found
-
-
-def summary(failed: ProcessFailure, reports: StderrReports) -> list[str]:
-    """Return what a user is shown last: which process failed and how, and its traceback or its sentence.
-
-    Nothing if that is the last of stderr already.
-    """
-    text = (failed.traceback or failed.error).splitlines()
-    if text[-1:] == [reports.last_line]:
-        return []
-    return [f"{failed}, and the run with it" + (":" if text else ""), *(f"[{failed.name}] {line}" for line in text)]
-
-
 def _is_one_process(command: Sequence[str]) -> bool:
     """Return True for a process that trains without an `accelerate launch` (node_command.py)."""
     return command[0] == "env" and ACCELERATE not in command
@@ -140,15 +86,16 @@ def _by_exit_code(command: Sequence[str], code: int, received: Collection[int]) 
         return ProcessFailure(exit_code=code, rank=0)
     if number not in map(int, signal.Signals):
         return None
-    names = [name for module, name in _NAMES.items() if module in command] or [Path(command[0]).name]
-    return ProcessFailure(exit_code=-number, process="a process" if code > 0 and ACCELERATE in command else names[0])
+    if code > 0:
+        return ProcessFailure(exit_code=-number, process="a process")
+    return ProcessFailure(exit_code=code, process="`accelerate launch`" if ACCELERATE in command else Path(command[0]).name)
 
 
 _LOOK_EVERY_S = 0.2
 _STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ECHO_S = 5.0
-"""Slurm tells batch script and tasks that a job ends, and the one tells the others: a signal that comes twice within this time
-counts once. A process that has saved for it and is about to end may die of the second."""
+"""Slurm signals batch script and tasks when a job ends, and the script passes its signal on: one that comes twice within this
+time counts once. A process that has saved for it and is about to end may die of the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +106,6 @@ class Ending:
     """For this process to end with, as shells have it: 137 after SIGKILL."""
     signals: Collection[int]
     """Signals that this process got, and gets: they are still received after the end of the run."""
-    lost_node: str | None = None
-    """The node that Slurm has reported as lost."""
     is_out_of_memory: bool = False
     """Whether the kernel has ended a process of this job on this machine for lack of memory."""
 
@@ -182,12 +127,12 @@ class _Command:
     def is_interrupted_twice(self) -> bool:
         return self.got.count(signal.SIGINT) > 1
 
-    def start(self, environment: Mapping[str, str], *, watched: bool, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    def start(self, environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
         self._started = subprocess.Popen(
             self._command,
             env={**environment, LAUNCHER: self._mark},
             stdout=output,
-            stderr=subprocess.PIPE if watched else output,
+            stderr=output,
             start_new_session=True,
             preexec_fn=end_with_parent if self._command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
         )
@@ -221,30 +166,24 @@ def run(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    watched: bool,
     errors: Path | None = None,
-    is_lost: Callable[[], bool] = lambda: False,
+    ends_with_parent: bool = False,
     output: IO[bytes] | None = None,
 ) -> Ending:
     """Run the command to its end, and pass the signals on that this process gets.
 
-    If it fails, nothing that it started is left on this machine. Unless it is `watched`, its stderr is this process's own, a
-    terminal for instance, and less is known of its end. In `errors` its processes record how they fail. `is_lost` returns
-    True if the run is to end because no process waits for it. `output` is the file for stdout and, unless it is `watched`,
-    stderr; None: this process's own.
+    If it fails, nothing that it started is left on this machine. In `errors` its processes record how they fail.
+    `ends_with_parent`: the run ends when the process that started this one does. `output` is the file for stdout and stderr;
+    None: this process's own.
     """
-    running, kills = _Command(command), host.kills()
-    started = running.start(environment, watched=watched, output=output)
-    reports = StderrReports()
-    if started.stderr is not None:
-        for line in _copied(started, started.stderr, sys.stderr.buffer):
-            reports.read(line)
+    running, kills, parent = _Command(command), host.kills(), os.getppid()
+    started = running.start(environment, output)
     while True:
         try:
             code = started.wait(_LOOK_EVERY_S)
             break
         except subprocess.TimeoutExpired:
-            if is_lost():
+            if ends_with_parent and os.getppid() != parent:
                 _tell("the process that started this has ended, so the run ends")
                 running.end_all()
     if code:
@@ -252,40 +191,18 @@ def run(
     if running.is_interrupted_twice and code:
         _tell("ended at once, without saving")
         return Ending(exit_code=128 + signal.SIGINT, signals=running.got)
-    failed = find(errors, reports, command, code, running.got) if code else None
+    failed = run_folder.first_failure(errors) if code else None
+    if code and failed is None and (failed := _by_exit_code(command, code, running.got)):
+        run_folder.record_failure(errors, failed)
     if failed is not None:
-        if text := summary(failed, reports):
-            _tell(*map(printable, text))
-        code = failed.exit_code
-    lost_node = reports.failed.host if reports.failed and reports.is_lost else None
-    is_out_of_memory = code != 0 and host.kills() > kills
-    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=lost_node, is_out_of_memory=is_out_of_memory)
+        code, text = failed.exit_code, (failed.traceback or failed.error).splitlines()
+        if not (text and _is_one_process(command)):  # its error is the last on stderr already
+            lines = [f"{failed}, and the run with it" + (":" if text else ""), *(f"[{failed.name}] {line}" for line in text)]
+            _tell(*map(printable, lines))
+    return Ending(exit_code=as_shells_say(code), signals=running.got, is_out_of_memory=code != 0 and host.kills() > kills)
 
 
 def _tell(sentence: str, *more: str) -> None:
-    """Speak on stderr, if anybody can hear it; also in the midst of a write."""
+    """Write on stderr, unless it is gone; also in the midst of a write."""
     with suppress(OSError):
         os.write(2, "".join(f"{line}\n" for line in (f"samerun: {sentence}", *more)).encode())
-
-
-def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[bytes]) -> Iterable[str]:
-    """Copy at once what comes, half lines too, and yield the whole lines, until the command has ended.
-
-    Not until nobody can write any more: it may leave something behind that never ends.
-    """
-    rest = b""
-    while True:
-        has_ended = started.poll() is not None
-        while select.select([source], [], [], 0.0 if has_ended else _LOOK_EVERY_S)[0]:
-            chunk = os.read(source.fileno(), 2**16)
-            if not chunk:
-                return
-            try:
-                target.write(chunk)
-                target.flush()
-            except OSError:  # a terminal that was lost without a SIGHUP, or the other end of a pipe
-                host.redirect_to_null([target.fileno()])
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in lines)
-        if has_ended:
-            return

@@ -12,7 +12,6 @@ from processes import ONE_THREAD, Started
 from app.errors import TrainingError
 from benchmarks.__main__ import MODELS, write_images
 from benchmarks.contest import HAND, ON_CPU, SAMERUN, Entry, Found, compete, shares, spread, start
-from benchmarks.gpu import images
 
 pytestmark = pytest.mark.multiproc
 
@@ -65,15 +64,3 @@ def test_shares_are_those_of_the_same_round() -> None:
     # The machine is ten times as slow in the second round, for both.
     found = Found(cpu_us={"reference": [100.0, 1000.0, 100.0], "samerun": [125.0, 1250.0, 125.0]})
     assert spread(shares(found.cpu_us, "samerun", "reference"), ".1f") == "0.8 (0.8 to 0.8)"
-
-
-@pytest.mark.parametrize("program", [HAND, SAMERUN])
-def test_workers_feed_a_program_on_photographs(program: str, tmp_path: Path) -> None:
-    images.write_photographs(tmp_path / "files", 40, classes=10)
-    small = ("train.global_batch_size=24", "data.image_size=16", "data.resize_size=16", "optim.warmup_epochs=null")
-    words = (*small, "model.name=convnet", f"data.path={tmp_path / 'files'}")
-    task = {"program": program, "recipe": "imagenet_resnet50", "overrides": words, "photographs": True}
-    measured = Entry(task=task, variables=ON_CPU)
-    with start(program, measured, threads=1, log=tmp_path / "log") as contestant:
-        contestant.answer()
-        assert all(contestant.run(3)["wall_s"] > 0 for _ in range(2))

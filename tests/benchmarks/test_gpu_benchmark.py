@@ -12,12 +12,16 @@ from processes import ONE_THREAD, REPOSITORY, Finished, Started
 
 from benchmarks.contest import verdict
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.wheels import _required, _requirements
+from benchmarks.gpu.wheels import _requirements
 
 
 def dry_run(folder: Path, *arguments: str) -> Finished:
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(folder), *arguments]
     return Started(command, env=ONE_THREAD).wait()
+
+
+def table(report: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line.startswith("| ")]
 
 
 @pytest.mark.multiproc
@@ -27,38 +31,20 @@ def dry_run(folder: Path, *arguments: str) -> Finished:
     [
         (("eager", "recipe", "small"), {"hand-written, AdamW", "samerun, SGD", "convnet, samerun"}),
         (("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}),
+        (("text", "text_large", "memory"), {"hand-written", "samerun, whole logits", "samerun", "transformers' Trainer"}),
     ],
 )
 def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str], tmp_path: Path) -> None:
     finished = dry_run(tmp_path, "--parts", *parts).check()
     report = (tmp_path / "report.md").read_text()
     assert finished.output == report
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line.startswith("| ")]
-    assert programs <= {row[0] for row in rows}
-    rates = [row for row in rows if row[0].startswith(("hand-written, ", "samerun, "))]
-    assert all(float(row[1].split()[0].replace(",", "")) > 0 and row[2] == "unknown" for row in rates)
-    assert all("MET" in row[4].upper() for row in rates if row[0].startswith("samerun"))
-    assert ("waits for data" in report) == ("recipe" in parts)
-    assert "--dry-run" in report
-    assert "torch 2." in report
-    assert "All parts are done." in report
-
-
-@pytest.mark.multiproc
-@pytest.mark.long
-def test_the_dry_run_has_text(tmp_path: Path) -> None:
-    dry_run(tmp_path, "--parts", "text", "text_large", "memory").check()
-    report = (tmp_path / "report.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line.startswith("| ")]
-    rates = [row for row in rows if len(row) == 5 and row[2] == "unknown"]
-    programs = ("hand-written", "samerun, whole logits", "samerun", "transformers' Trainer")
-    assert [row[0] for row in rates[:8]] == [*programs, *programs]
-    assert len(rates) == 8 + 2 * 6
+    assert programs <= {row[0] for row in table(report)}
+    rates = [row for row in table(report) if len(row) == 5 and row[2] == "unknown"]
+    assert rates
     assert all(float(row[1].split()[0].replace(",", "")) > 0 for row in rates)
-    assert sum("of hand-written" in row[3] for row in rates) == 2 * 2 + 6
-    taken = [row for row in rows if len(row) == 6 and "%" in row[3]]
-    assert len(taken) == 10
-    assert "All parts are done." in report
+    assert ("waits for data" in report) == ("recipe" in parts)
+    assert sum(len(row) == 6 and "%" in row[3] for row in table(report)) == 10 * ("memory" in parts)
+    assert all(words in report for words in ("--dry-run", "torch 2.", "All parts are done."))
 
 
 @pytest.mark.multiproc
@@ -102,6 +88,7 @@ def test_the_environment_has_the_packages_of_its_python_and_the_wheels(tmp_path:
     wheels, environment = tmp_path / "wheels", tmp_path / "environment"
     for name in ("samerun_test_only", "numpy"):
         _wheel(wheels, name)
+    assert _requirements(wheels / "numpy-9-py3-none-any.whl") == {"dill": "<0.4,>=0.3"}
     use = [sys.executable, "-m", "benchmarks.gpu.wheels", "use", str(wheels), "--into", str(environment)]
     said = Started(use).wait().check().output
     assert said == f"{environment}: {sys.executable} and samerun-test-only\n"
@@ -122,10 +109,3 @@ def _wheel(folder: Path, name: str) -> None:
         archive.writestr(f"{name}-9.dist-info/METADATA", about)
         archive.writestr(f"{name}-9.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{name}-9.dist-info/RECORD", "")
-
-
-def test_what_wheels_need_of_each_other_is_asked_for(tmp_path: Path) -> None:
-    _wheel(tmp_path, "some")
-    assert _requirements(tmp_path / "some-9-py3-none-any.whl") == {"dill": "<0.4,>=0.3"}
-    assert _required("deepspeed").startswith("deepspeed>=0.")
-    assert _required("hjson") == "hjson"

@@ -88,6 +88,10 @@ def test_the_average_is_the_default_and_raw_weights_can_be_exported(tmp_path: Pa
     assert export.main([str(files.path_of(tmp_path, 2)), "--weights", "raw", "--out", str(file)]) == 0
     assert_equal(file, {**tensors["weight"], **BUFFERS})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "raw.safetensors", "starts"]
+    with pytest.raises(RunFolderError, match=r"raw\.safetensors exists already: choose another --out, or"):
+        export.main([str(tmp_path), "--out", str(file)])
+    assert export.main([str(tmp_path), "--out", str(file), "--force"]) == 0
+    assert_equal(file, {**tensors["average"], **BUFFERS})
     with pytest.raises(CheckpointError, match=r"records no best checkpoint: the run had no checkpoint.keep_best=true"):
         export.main([str(tmp_path), "--best"])
 
@@ -100,15 +104,17 @@ def test_existing_files_are_replaced_only_with_force(tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
     assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0
     assert_equal(tmp_path / "model.safetensors", {**tensors["weight"], **BUFFERS})
-    with pytest.raises(CheckpointError, match=r"has no average of the weights: its run had no train\.ema_decay"):
-        export.main([str(tmp_path), "--weights", "average"])
 
 
-def test_large_weights_are_split_as_by_transformers(tmp_path: Path) -> None:
+def test_large_weights_are_split_as_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts read as a whole; a smaller export in the same place leaves none of them."""
     tensors = save_small(tmp_path, 2, averaged=False)
+    with pytest.raises(CheckpointError, match=r"has no average of the weights: its run had no train\.ema_decay"):
+        export.main([str(tmp_path), "--weights", "average"])
     out, expected = tmp_path / "out", {**tensors["weight"], **BUFFERS}
-    assert export.main([str(tmp_path), "--out", str(out), "--part-gb", "1e-7"]) == 0
+    with monkeypatch.context() as small:
+        small.setattr(export, "_PART_BYTES", 100)
+        assert export.main([str(tmp_path), "--out", str(out)]) == 0
     parts = sorted(out.glob("*.safetensors"))
     assert [part.name for part in parts] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     stored = stored_weights.open_stored(stored_weights.in_folder(out) or out)

@@ -13,11 +13,10 @@ from processes import SCRIPTS, read, run, train
 
 from app.checkpoints.sharded_state import Shards, check_optimizer
 from app.distributed.runtime import Runtime
-from app.environment.launched import Launched
+from app.environment import launched
 from app.errors import PresetError
 from app.optim import parameter_groups
-from app.recipe.batching import BatchPlan
-from app.recipe.schema import OptimRecipe
+from app.recipe.schema import BatchPlan, OptimRecipe
 
 PLAN = BatchPlan(global_batch_size=2, data_ranks=1, accumulation=1)
 ASKED = {"adamw": "AdamW", "sgd": "SGD"}
@@ -26,7 +25,6 @@ SAID = {
     "decay": "weight_decay of 1.bias is 0.5, not 0.0",
     "rate": "lr of 0.weight is 0.2, not 0.1",
     "betas": "betas of 1.bias is (0.5, 0.999), not (0.9, 0.999)",
-    "mode": "decoupled_weight_decay of 1.bias is False, not True",
     "momentum": "momentum of 1.bias is 0.0, not 0.9",
     "nesterov": "nesterov of 1.bias is True, not False",
 }
@@ -43,7 +41,6 @@ def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes:
     assert reports[0].keys() == ASKED.keys()
     where = f"rank {processes - 1} of {processes}" if processes > 1 else ""
     for optimizer, said in reports[0].items():
-        assert len(said) == 6
         assert said.pop("nothing") is None
         for case, sentence in said.items():
             assert SAID[case] in sentence, (optimizer, case)
@@ -52,7 +49,7 @@ def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes:
 
 
 def test_other_precisions_groups_and_missing_parameters_are_refused() -> None:
-    runtime, recipe = Runtime(Launched(use_cpu=True), PLAN), OptimRecipe(name="sgd", weight_decay=0.1)
+    runtime, recipe = Runtime(launched.Launched(use_cpu=True), PLAN), OptimRecipe(name="sgd", weight_decay=0.1)
     layer = torch.nn.Linear(3, 2)
     rule = parameter_groups.Rule.of(recipe, layer)
     model, optimizer = runtime.prepare(layer, parameter_groups.build_optimizer(recipe, layer))
@@ -83,13 +80,9 @@ def test_what_each_process_would_step_on_by_itself_is_refused(tmp_path: Path) ->
     assert "would not update each parameter once: together they update 2560 elements of head.weight" in finished.output
 
 
-@pytest.mark.multiproc
 def test_a_config_file_of_deepspeed_is_held_to_the_rule_of_presets_in_each_process(tmp_path: Path) -> None:
     """`accelerate launch` alone reads no such file."""
-    config, preset = tmp_path / "zero.json", tmp_path / "zero.yaml"
+    config = tmp_path / "zero.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
-    preset.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {config}}}\n")
-    finished = train(preset, tmp_path / "run", "--recipe", "digits", "train.steps=1", processes=1)
-    assert finished.returncode == PresetError.exit_code, finished.output
-    assert "gradient_clipping: 1.0: clipping belongs to the recipe: set optim.clip_norm" in finished.output
-    assert not (tmp_path / "run").exists()
+    with pytest.raises(PresetError, match=r"gradient_clipping: 1\.0: clipping belongs to the recipe: set optim\.clip_norm"):
+        launched.read({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)})

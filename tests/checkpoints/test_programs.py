@@ -19,13 +19,12 @@ from app.checkpoints import programs
 from app.errors import RunFolderError
 from app.task import Loss
 
-SHORT = ("train.steps=3", "checkpoint.every_steps=3")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("digits") / "run"
-    train("cpu", run_dir, "--recipe", "digits", *SHORT, "data.mean=0.25", "data.std=0.5", processes=1).check()
+    words = ("train.steps=3", "checkpoint.every_steps=3", "data.mean=0.25", "data.std=0.5")
+    train("cpu", run_dir, "--recipe", "digits", *words, processes=1).check()
     return run_dir
 
 

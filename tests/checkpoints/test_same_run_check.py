@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import last_of_each, read_lines, train
+from processes import last_of_each, train
 from saved import piece, refusal, save
 
 from app.checkpoints import step_folders
@@ -73,7 +73,7 @@ def test_keys_that_do_not_affect_training_and_the_length_can_differ(tmp_path: Pa
 
 
 @pytest.mark.multiproc
-def test_a_refused_start_leaves_the_folder_unchanged_and_a_longer_one_resumes(digits_run: Path, tmp_path: Path) -> None:
+def test_a_refused_start_leaves_the_folder_unchanged(digits_run: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(digits_run, tmp_path / "run"))
     chosen = ("--recipe", "digits", "train.global_batch_size=64", "log.every_steps=5", "--resume", "auto")
     files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -81,6 +81,3 @@ def test_a_refused_start_leaves_the_folder_unchanged_and_a_longer_one_resumes(di
     assert finished.returncode != 0
     assert "is at step 40, and this run has only 5 steps" in finished.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == files
-    finished = train("cpu", run_dir, *chosen, "train.steps=50").check()
-    assert "note: the run is 50 steps long instead of 40" in finished.output
-    assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == 50

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from saved import bits, piece, random_bits, refusal, save, save_small
 
 from app.checkpoints.step_folders import Reader, begin, choose, commit, committed, verify, write_pieces
+from app.checkpoints.tensor_file import TensorFile
 from app.init.region import Piece, Region
 from app.runs.claim import claim
 
@@ -77,6 +78,22 @@ def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     assert {name: bits(tensor) for name, tensor in found.items()} == {"m/w@0": bits(narrow), "weight/v@0": bits(wide)}
     assert load_file(folder / "rank-00001.safetensors") == {}
     assert load_file(folder / "buffers.safetensors")["norm.count"].item() == 7
+
+
+HEADERS = {
+    "nested": '{"a": ' + "[" * 1_000_000,
+    "negative offsets": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+    "a huge tensor": '{"a": {"dtype": "F32", "shape": [1000000000000000000000], "data_offsets": [0, 4]}}',
+    "another size": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+    "no dtype": '{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_made_by_hand_is_refused(tmp_path: Path, header: str) -> None:
+    text = HEADERS[header].encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    assert "a.safetensors is damaged, or not a safetensors file: it" in refusal(lambda: TensorFile(tmp_path / "a.safetensors"))
 
 
 def test_a_tensor_that_is_not_there_or_of_another_shape_is_refused(tmp_path: Path) -> None:

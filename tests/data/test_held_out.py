@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.draws import HostDraws
-from app.data.samples import LooksUp, Splits, first_of, hold_out
+from app.data.samples import Splits, first_of, hold_out
 from app.errors import DataError, RecipeError
 
 
@@ -21,8 +21,7 @@ class Numbers:
 
     facts: ClassVar = {"kind": "numbers"}
     fingerprint = "abc"
-    workers = True
-    remedy = "count less"
+    workers, is_array = False, True
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -36,13 +35,6 @@ class Numbers:
 
     def count(self, indices: np.ndarray) -> np.ndarray:
         return indices
-
-
-class Array(Numbers):
-    layout: ClassVar = {"numbers": ((), np.dtype(np.int64))}
-
-    def fetch_into(self, indices: np.ndarray, memory: dict[str, np.ndarray]) -> None:
-        memory["numbers"][:] = indices
 
 
 def numbers_of(samples: Numbers) -> list[int]:
@@ -67,17 +59,12 @@ def test_the_two_parts_are_all_samples_and_a_function_of_the_seed(size: int, sha
 
 
 def test_other_seeds_hold_out_others_and_what_is_not_asked_is_as_before() -> None:
-    data = Splits(Array(1000), None, Array(10))
+    data = Splits(Numbers(1000), None, Numbers(10))
     one, other = (hold_out(data, 0.1, seed=seed) for seed in (0, 1))
     assert len(set(numbers_of(one.validation)) & set(numbers_of(other.validation))) < 30
     assert one.facts["training data"] != other.facts["training data"]
     assert hold_out(data, None, seed=0) is data
-    assert (one.train.facts, one.train.remedy, one.train.workers) == (Numbers.facts, "count less", True)
-    memory = {"numbers": np.empty(900, np.int64)}
-    assert isinstance(one.train, LooksUp)
-    one.train.fetch_into(np.arange(900), memory)
-    assert memory["numbers"].tolist() == numbers_of(one.train)
-    assert not isinstance(hold_out(Splits(Numbers(10), None, None), 0.5, seed=0).train, LooksUp)
+    assert (one.train.facts, one.train.is_array, one.train.workers) == (Numbers.facts, True, False)
     assert len(numbers_of(first_of(data.test, 4, seed=0))) == 4
     assert first_of(data.test, 10, seed=0) is data.test
 

@@ -10,12 +10,10 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -29,11 +27,10 @@ from torch.utils.data import DataLoader
 
 from app.checkpoints import step_folders
 from app.data import loader
-from app.data.loader import PLACES, Ahead, Brought, Failure, Side, Unwritten
+from app.data.loader import PLACES, Ahead, Brought, Fetching, InProcess, Side
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch
 from app.errors import DataError
-from app.metrics.clock import Clock
 from app.recipe import recipe_file
 from app.tasks.image_classification.data.arrays import ArrayImages, Mapped, in_array
 from app.tasks.image_classification.data.images import Images
@@ -89,16 +86,16 @@ def noise(side: int = 8) -> ArrayImages:
     return in_array(Mapped(images), generator.integers(10, size=500, dtype=np.int32), "0123456789", "noise")
 
 
-def looked_up(source: ArrayImages, batch: int, *, steps: int = 40) -> loader.InProcess:
-    return loader.InProcess(source, order(len(source), batch, steps=steps), seed=1, data_rank=0, data_ranks=1)
+def looked_up(source: ArrayImages, batch: int, *, steps: int = 40, together_bytes: int = 0) -> InProcess:
+    return InProcess(source, order(len(source), batch, steps), 1, data_rank=0, data_ranks=1, together_bytes=together_bytes)
 
 
 def fetched_by_workers(source: Images, numbers: Any, *, workers: int) -> DataLoader:
-    fetching = loader.Fetching(source, seed=None)
+    fetching = Fetching(source, seed=None)
     return DataLoader(fetching, batch_sampler=numbers, collate_fn=loader._unchanged, num_workers=workers)
 
 
-def order(size: int, batch: int, *, steps: int) -> TrainBatches:
+def order(size: int, batch: int, steps: int) -> TrainBatches:
     return TrainBatches(size=size, seed=1, global_batch_size=batch, micro_batches_per_step=1, first_step=0, last_step=steps)
 
 
@@ -113,23 +110,13 @@ def same_all(found: list[Any], plain: list[Any]) -> bool:
     return all(same(one, other) for one, other in zip(found, plain, strict=True))
 
 
-def counted(number: int, *, of: int = 4) -> Unwritten:
+def counted(number: int, *, size: int = 4) -> Batch:
     """A batch that says which it is."""
-
-    def write(memory: Any) -> None:
-        memory["samples"][:] = number
-
-    return Unwritten({"samples": ((of,), np.dtype(np.int64))}, np.full((1, of), number), write)
+    return {"samples": torch.full((size,), number), "numbers": np.full(size, number)}
 
 
 def feeds() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "feed"]
-
-
-@pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch is looked up alone."""
-    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -140,13 +127,10 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("together_bytes", [0, 5000])
-def test_looked_up_batches_are_those_of_the_plain_feed(
-    device: torch.device, together_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_TOGETHER_BYTES", together_bytes)
-    fed = looked_up(noise(), 6)
-    ahead, plain = Ahead(fed.unwritten, device), list(fed)
-    assert len(plain) == 40
+def test_looked_up_batches_are_those_of_the_plain_feed(device: torch.device, together_bytes: int) -> None:
+    fed, plain = looked_up(noise(), 6, together_bytes=together_bytes), list(looked_up(noise(), 6))
+    assert (len(plain), len(list(fed)) < 20) == (40, together_bytes > 0)
+    ahead = Ahead(fed, device)
     for _ in range(2):  # an evaluation is fed by the same one each time
         found = list(ahead)
         assert {batch[name].device.type for batch in found for name in ("images", "labels", "samples")} == {device.type}
@@ -158,27 +142,24 @@ def test_looked_up_batches_are_those_of_the_plain_feed(
 def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) -> None:
     source = open_data(recipe_file.load("digits").recipe.sections)["test"]
     numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
-    built = fetched_by_workers(source, numbers, workers=2)
-    found = list(Ahead(functools.partial(loader.unwritten, built), device))
-    assert same_all(found, list(loader.InProcess(source, numbers, seed=None, data_rank=0, data_ranks=1)))
+    found = list(Ahead(fetched_by_workers(source, numbers, workers=2), device))
+    assert same_all(found, list(InProcess(source, numbers, None, data_rank=0, data_ranks=1)))
 
 
-@pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize(("producing_s", "copying_s", "using_s"), [(0, 3e-3, 0), (3e-3, 1e-3, 1e-3)])
 def test_memory_is_not_written_while_a_slow_device_reads_it(
     chance: random.Random, producing_s: float, copying_s: float, using_s: float
 ) -> None:
-    fed = looked_up(noise(), 64, steps=60)
-    plain = list(fed)
+    plain, kept = list(looked_up(noise(), 64, steps=60)), []
 
-    def unwritten() -> Iterator[Unwritten]:
-        for each in fed.unwritten():
+    def on_host() -> Iterator[Batch]:
+        for batch in looked_up(noise(), 64, steps=60):
             time.sleep(chance.uniform(0, producing_s))
-            yield each
+            assert not isinstance(batch, DataError)
+            yield batch
 
-    kept = []
     with Lagging(chance, longest_s=copying_s) as side:
-        for batch, expected in zip(Ahead(unwritten, CPU, side=side), plain, strict=True):
+        for batch, expected in zip(Ahead(on_host(), CPU, side=side), plain, strict=True):
             time.sleep(chance.uniform(0, using_s))
             assert same(batch, expected)
             kept.append(batch)
@@ -188,7 +169,7 @@ def test_memory_is_not_written_while_a_slow_device_reads_it(
 class Squares:
     """Samples that are not looked up."""
 
-    workers = False
+    workers = is_array = False
 
     def __len__(self) -> int:
         return 20
@@ -201,30 +182,36 @@ class Squares:
 
 def test_samples_that_are_not_looked_up_are_fetched_where_they_are_used() -> None:
     numbers = [np.array([3, 24, 7, -1]), np.array([5, 13, 6, 8])]
-    lost = Failure("sample 13 is missing. `samerun data check` lists all samples that cannot be read")
+    lost = "sample 13 is missing. `samerun data check` lists all samples that cannot be read"
     for rank, squares in enumerate(([[9, 16], lost], [[49, 361], [36, 64]])):
-        fed = loader.InProcess(Squares(), numbers, seed=None, data_rank=rank, data_ranks=2)  # type: ignore[arg-type]
-        for found in (list(fed), list(Ahead(fed.unwritten, CPU))):
-            assert [it if isinstance(it, Failure) else it["square"].tolist() for it in found] == squares
+        fed = InProcess(Squares(), numbers, None, data_rank=rank, data_ranks=2)  # type: ignore[arg-type]
+        assert [str(it) if isinstance(it, DataError) else it["square"].tolist() for it in fed] == squares
+        ahead = iter(Ahead(fed, CPU))
+        assert next(ahead)["square"].tolist() == squares[0]
+        if rank == 0:
+            with pytest.raises(DataError, match="sample 13 is missing"):
+                next(ahead)
+        else:
+            assert [batch["square"].tolist() for batch in ahead] == squares[1:]
 
 
 def test_sizes_may_change_and_nothing_is_also_a_feed() -> None:
     sizes = [3, 7, 7, 1, 12, 2, 2, 5]
-    found = list(Ahead(lambda: (counted(number, of=size) for number, size in enumerate(sizes)), CPU))
+    found = list(Ahead((counted(number, size=size) for number, size in enumerate(sizes)), CPU))
     assert [batch["samples"].tolist() for batch in found] == [[number] * size for number, size in enumerate(sizes)]
-    assert list(Ahead(lambda: iter(()), CPU)) == []
+    assert list(Ahead([], CPU)) == []
 
 
 def test_only_as_much_is_ahead_as_the_ring_has_places(chance: random.Random) -> None:
     begun, worst = 0, 0
 
-    def unwritten() -> Iterator[Unwritten]:
+    def on_host() -> Iterator[Batch]:
         nonlocal begun
         for number in range(100):
             begun += 1
             yield counted(number)
 
-    for taken, _ in enumerate(Ahead(unwritten, CPU)):
+    for taken, _ in enumerate(Ahead(on_host(), CPU)):
         time.sleep(chance.uniform(0, 2e-3))
         worst = max(worst, begun - taken - 1)
     assert begun == 100
@@ -232,25 +219,18 @@ def test_only_as_much_is_ahead_as_the_ring_has_places(chance: random.Random) -> 
 
 
 @pytest.mark.parametrize("at", [0, 5])
-@pytest.mark.parametrize("where", ["made", "written"])
-def test_what_is_raised_in_the_thread_is_raised_in_the_loop_at_its_place(at: int, where: str) -> None:
-    lost = OSError(5, "Input/output error", "/data/images.npy")
+def test_what_is_raised_in_the_thread_is_raised_in_the_loop_at_its_place(at: int) -> None:
+    lost, found = OSError(5, "Input/output error", "/data/images.npy"), []
 
-    def lose(_memory: Any) -> None:
+    def on_host() -> Iterator[Batch]:
+        yield from map(counted, range(at))
         raise lost
 
-    def unwritten() -> Iterator[Unwritten]:
-        for number in range(9):
-            if number == at and where == "made":
-                raise lost
-            yield replace(counted(number), write=lose) if number == at else counted(number)
-
-    found = []
     with pytest.raises(OSError, match=r"images\.npy") as caught:  # noqa: PT012 - the batches before it
-        for batch in Ahead(unwritten, CPU):
+        for batch in Ahead(on_host(), CPU):
             found.append(int(batch["samples"][0]))
     assert caught.value is lost
-    assert caught.traceback[-1].name == {"made": "unwritten", "written": "lose"}[where]
+    assert caught.traceback[-1].name == "on_host"
     assert found == list(range(at))
 
 
@@ -258,11 +238,7 @@ def test_what_is_raised_in_the_thread_is_raised_in_the_loop_at_its_place(at: int
 def test_a_killed_worker_is_told() -> None:
     """As torch tells it. What the thread meets, half of a batch, is not the cause."""
     source = open_data(recipe_file.load("digits").recipe.sections)["train"]
-    numbers = TrainBatches(
-        size=len(source), seed=1, global_batch_size=8, micro_batches_per_step=1, first_step=0, last_step=10**6
-    )
-    built = fetched_by_workers(source, numbers, workers=1)
-    fed = iter(Ahead(functools.partial(loader.unwritten, built), CPU))
+    fed = iter(Ahead(fetched_by_workers(source, order(len(source), 8, 10**6), workers=1), CPU))
     next(fed)
     (worker,) = (process for process in torch.multiprocessing.active_children())
     assert worker.pid is not None
@@ -274,7 +250,7 @@ def test_a_killed_worker_is_told() -> None:
 
 def test_the_thread_ends_whenever_the_loop_does(chance: random.Random) -> None:
     for taken in (*range(PLACES + 3), *range(PLACES + 3)):
-        fed = loader.batches_of(Ahead(lambda: map(counted, range(PLACES + 2)), CPU))
+        fed = loader.batches_of(Ahead(map(counted, range(PLACES + 2)), CPU))
         for _, batch in zip(range(taken), fed, strict=False):
             assert batch["samples"].numel() == 4
         time.sleep(chance.choice((0, 1e-4, 1e-3)))
@@ -286,11 +262,11 @@ def test_a_disk_that_stands_still_does_not_keep_the_end_waiting_for_ever(monkeyp
     monkeypatch.setattr(loader, "_PATIENCE_S", 0.2)
     answers = threading.Event()
 
-    def stuck() -> Iterator[Unwritten]:
+    def stuck() -> Iterator[Batch]:
         yield counted(0)
         answers.wait()
 
-    fed = loader.batches_of(Ahead(stuck, CPU))
+    fed = loader.batches_of(Ahead(stuck(), CPU))
     next(fed)
     start_s = time.perf_counter()
     fed.close()
@@ -301,58 +277,22 @@ def test_a_disk_that_stands_still_does_not_keep_the_end_waiting_for_ever(monkeyp
     left.join()
 
 
-# On a GPU: bits, overlap, and memory of the device that is used again too early.
-
-
-def compute(*, cycles: int = 60_000_000) -> None:
-    """Keep the stream that computes busy, for some 30 ms at 2 GHz, so that the host is far ahead of it."""
-    torch.cuda._sleep(cycles)
+# On a GPU: bits, and memory of the device that is used again too early.
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keeps", [0, 7])
-def test_device_memory_is_not_given_away_while_the_computing_stream_is_behind(
-    keeps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
-    device = torch.device("cuda", 0)
+def test_device_memory_is_not_given_away_while_the_computing_stream_is_behind(keeps: int) -> None:
     fed = looked_up(noise(64), 128, steps=150)
     seen, kept = [], []
-    for number, batch in enumerate(Ahead(fed.unwritten, device)):
+    for number, batch in enumerate(Ahead(fed, torch.device("cuda", 0))):
         if number % 10 == 0:
-            compute()
+            torch.cuda._sleep(60_000_000)  # some 30 ms at 2 GHz: the host is far ahead of the stream that computes
         seen.append({name: field.clone() if isinstance(field, Tensor) else field for name, field in batch.items()})
         kept = [*kept, batch["samples"]][-keeps:] if keeps else []
     plain = list(fed)
     assert same_all(seen, plain)
     assert [tensor.tolist() for tensor in kept] == [batch["samples"].tolist() for batch in plain[len(plain) - keeps :]]
-
-
-@pytest.mark.gpu
-def test_the_computing_stream_does_not_wait_for_copies_that_it_outlasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 MB a batch, at 25 GB/s and more 1.6 ms: hidden behind 30 ms of computing, but for the first."""
-    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
-    device = torch.device("cuda", 0)
-    clock = Clock(device)
-    steps = 40
-    for number, batch in enumerate(Ahead(looked_up(noise(224), 250, steps=steps).unwritten, device)):
-        clock.lap("data_wait" if number > 5 else "other")
-        compute()
-        batch["images"].sum()
-        clock.lap("forward_backward" if number > 5 else "other")
-    spent = clock.spent().phases_s
-    share = spent["data_wait"] / (spent["data_wait"] + spent["forward_backward"])
-    assert share < 0.02, spent
-
-
-@pytest.mark.gpu
-@pytest.mark.multiproc
-def test_a_run_on_the_gpu_hardly_waits_for_its_data(tmp_path: Path) -> None:
-    options = ("--recipe", "digits", "--trackers", "none", "log.every_steps=100", "train.epochs=30")
-    command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path), *options]
-    Started(command, env={**ONE_THREAD, "CUDA_VISIBLE_DEVICES": "0"}).wait().check()
-    shares = [line["data_wait_share"] for line in read_lines(tmp_path / "metrics.jsonl")]
-    assert statistics.median(shares) < 0.05, shares
 
 
 # Whole runs, on the CPU, whose batches a thread brings.

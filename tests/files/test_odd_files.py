@@ -10,11 +10,12 @@ import pytest
 
 from app.errors import RunFolderError
 from app.runs import run_folder
-from launch.start import run_checks
+from launch.start.resolved import unwritable
 
 
 def test_a_name_that_is_no_text_is_refused_by_the_launcher(tmp_path: Path) -> None:
-    (problem,) = run_checks.unwritable([tmp_path / os.fsdecode(b"r\xff")])
+    problem = unwritable(tmp_path / os.fsdecode(b"r\xff"))
+    assert problem is not None
     assert re.match(r"--run-dir is b'.*r\\xff', .* not UTF-8: choose another", problem)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, Finished, Started, train
+from processes import REPOSITORY, Started, train
 from small_tokenizer import write_tokenizer
 
 from app.errors import CheckpointError, DataError, RecipeError, RunFolderError
@@ -93,34 +93,22 @@ def hostile(tmp_path: Path, marker: Path) -> Path:
     )
     names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": [None, "own.OwnTokenizer"]}
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "architectures": ["Model"], "auto_map": names}))
-    said = json.loads((folder / "tokenizer_config.json").read_text())
-    told = said | {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Marking(marker)}))
     return folder
 
 
-def with_yes(*commands: tuple[str, ...]) -> list[Finished]:
-    """Run `samerun` commands side by side, each on a terminal at which everything is answered with y."""
-    started, typists = [], []
-    for command in commands:
-        typist, terminal = pty.openpty()
-        os.write(typist, b"y\n" * 20)
-        started.append(Started([sys.executable, "-m", "launch.cli", *command], stdin=terminal))
-        os.close(terminal)
-        typists.append(typist)
-    finished = [process.wait() for process in started]
-    for typist in typists:
-        os.close(typist)
-    return finished
-
-
 def test_a_yes_on_the_terminal_runs_no_code_of_a_folder(hostile: Path, marker: Path) -> None:
-    generated, evaluated = with_yes(("generate", str(hostile), "Call me"), ("evaluate", str(hostile), "--recipe", "lm_tiny"))
-    assert generated.returncode == RunFolderError.exit_code, generated.output
-    assert "such code is never run" in generated.output, generated.output
-    assert evaluated.returncode == DataError.exit_code, evaluated.output
-    assert "[y/N]" not in generated.output + evaluated.output
+    typist, terminal = pty.openpty()
+    os.write(typist, b"y\n" * 20)
+    finished = Started([sys.executable, "-m", "launch.cli", "generate", str(hostile), "Call me"], stdin=terminal).wait()
+    os.close(terminal)
+    os.close(typist)
+    assert finished.returncode == RunFolderError.exit_code, finished.output
+    assert "such code is never run" in finished.output, finished.output
+    assert "[y/N]" not in finished.output
     assert not marker.exists()
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.distributed import compiled_ops
+from app.data.preprocessing import own_folder, refuse_prepared
+from app.distributed.runtime import load_operators
 from app.errors import DataError, PresetError
-from app.files.paths import own_folder, refuse_prepared
 from app.tasks.image_classification.data import arrays
 from app.tasks.image_classification.data.open import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
@@ -28,14 +28,8 @@ def everybodys(tmp_path: Path) -> Path:
     return folder
 
 
-def given_away(path: Path) -> Path:
-    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
-    return path
-
-
 def prepared(place: Path, how: str) -> Path:
     """What a stranger makes where we are expected to."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     if how == "link":
         target = place.parent / "target"
         target.mkdir()
@@ -43,14 +37,10 @@ def prepared(place: Path, how: str) -> Path:
     elif how == "open":
         place.mkdir()
         place.chmod(0o777)
-    elif how == "file":
-        place.touch()
-    elif how == "pipe":
+    else:
         os.mkfifo(place)
-    return given_away(place)
-
-
-PREPARED = pytest.mark.parametrize("how", ["link", "open", "file", "pipe"])
+    os.chown(place, STRANGER, STRANGER, follow_symlinks=False)
+    return place
 
 
 def test_it_is_made_for_one_user(everybodys: Path) -> None:
@@ -70,7 +60,7 @@ def test_it_is_made_for_one_user(everybodys: Path) -> None:
 
 
 @as_root
-@PREPARED
+@pytest.mark.parametrize("how", ["link", "open", "pipe"])
 def test_what_a_stranger_has_prepared_is_refused(everybodys: Path, how: str) -> None:
     place = prepared(everybodys / "samerun", how)
     whose = f"{place} {'is a link of' if how == 'link' else 'belongs to'} user {STRANGER}, who may have prepared it"
@@ -82,7 +72,7 @@ def test_what_a_stranger_has_prepared_is_refused(everybodys: Path, how: str) -> 
             own_folder(place / "below")
         with pytest.raises(PermissionError, match=whose):
             refuse_prepared(place / "below" / "that")
-    given_away(everybodys)
+    os.chown(everybodys, STRANGER, STRANGER)
     everybodys.chmod(0o755)
     own_folder(everybodys / "of a colleague, who is known")
 
@@ -101,6 +91,9 @@ def test_cache_staging_and_compiled_operators_refuse_it(
     with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
         staged(Sections(data=data))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(prepared(everybodys / "extensions", "open")))
-    with pytest.raises(PresetError, match=r"who may have prepared it\): set TORCH_EXTENSIONS_DIR"), compiled_ops._alone():
-        pass
+    with pytest.raises(PresetError, match=r"who may have prepared it\): set TORCH_EXTENSIONS_DIR"):
+        load_operators()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "pictures" / "x"))
+    with pytest.raises(PresetError, match=rf"{tmp_path}/pictures/x, which cannot be used \(.*\): set TORCH_EXTENSIONS_DIR"):
+        load_operators()
     assert list(everybodys.rglob("cache/*")) == []

@@ -39,7 +39,6 @@ def on_meta(**settings: Any) -> nn.Module:
     [
         ({}, 4),
         ({"key_value_heads": 2}, 2),
-        ({"architecture": "qwen3"}, 2),
         ({"architecture": "mistral", "tie_embeddings": True}, 2),
         ({"vocab_size": 257}, 2),  # the head and the embedding stay whole
     ],
@@ -56,9 +55,8 @@ def test_what_divides(settings: dict[str, Any], parts: int) -> None:
             2,
             "GPT2LMHeadModel has none: use fsdp2.yaml",
         ),
-        ({}, 3, r"num_attention_heads 4, .* evenly: --tensor-parallel may be 1, 2, 4 for this model"),
-        ({"key_value_heads": 2}, 4, r"divide num_key_value_heads 2.* evenly: --tensor-parallel may be 1, 2 for this"),
-        ({"intermediate_size": 90}, 4, r"outputs of gate_proj 90, .*inputs of down_proj 90 evenly: .* 1, 2 for this"),
+        ({}, 3, r"num_attention_heads 4, .* evenly: --tensor-parallel must divide 4 for"),
+        ({"intermediate_size": 90}, 4, r"outputs of gate_proj 90, .*inputs of down_proj 90 evenly: .* must divide 2 for"),
         ({"lora_rank": 2}, 2, "without LoRA adapters"),
     ],
 )

@@ -11,8 +11,6 @@ from app.task import Loss, Samples
 @dataclass(frozen=True)
 class Model:
     kind: str = "llama"
-    layers: int = 3
-    width: int = 32
 
 
 @dataclass(frozen=True)
@@ -22,14 +20,14 @@ class Sections:
 
 class Text:
     def __init__(self, sections):
-        self.sizes = sections.model
+        self.kind = sections.model.kind
 
     def samples(self, split):
         places = torch.arange(64)[:, None] * 7 + torch.arange(12)[None]
         return None if split == "validation" else Samples.of({"tokens": (places * places + 3 * places) % 101})
 
     def model(self, metadata):
-        return gpt2() if self.sizes.kind == "gpt2" else llama(num_hidden_layers=self.sizes.layers, hidden_size=self.sizes.width)
+        return gpt2() if self.kind == "gpt2" else llama()
 
     def init_module(self, model, name, module):
         init(model, module)

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_lab
-from processes import REPOSITORY, read, train
-from slurm_lab import Job, Lab, losses
+from processes import REPOSITORY, losses, read, train
+from slurm_lab import Job, Lab
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
-from processes import REPOSITORY, read, train
-from slurm_lab import ENDLESS, RECIPE, Lab, assert_ran, losses
+from processes import REPOSITORY, losses, read, train
+from slurm_lab import ENDLESS, RECIPE, Lab, assert_ran
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -37,7 +37,7 @@ def lab(cluster: Lab) -> Iterator[Lab]:
     cluster.cancel_all()
 
 
-@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.long)])
 def test_sbatch_on_two_nodes_with_two_processes_each(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
     job = lab.wait(lab.sbatch(SCRIPT, "--preset", preset, "--run-dir", str(tmp_path), *RECIPE))
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output

@@ -1,8 +1,9 @@
-"""Presets, options and environments that no run can be launched with: each is one sentence, before anything starts."""
+"""Presets, options and environments that no run or job can be started with: each is one sentence, before anything starts."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,16 +27,15 @@ PRESETS: dict[str, str] = {
     f"{MULTI}mixed_precision: fp8\n": "mixed_precision is 'fp8': it must be one of no, bf16, fp16",
     "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n": "use_cpu is true: fp16 needs a GPU",
     "distributed_type: 'NO'\nnum_processes: 2\n": "num_processes is 2: distributed_type NO starts 1 process; use MULTI_GPU",
+    f"{MULTI}num_machines: 2\n": "num_machines is 2, and this launch has 1: remove it from the file",
     f"{MULTI}num_processes: two\n": "num_processes is 'two': it must be a whole number, at least 1",
     f"{MULTI}main_process_ip: head\n": "main_process_ip is 'head': it belongs to the machine: remove it",
     f"{MULTI}use_cpu: true\n": "use_cpu is true: accelerate launch ignores it with distributed_type MULTI_GPU",
+    f"{FSDP}2\n": "fsdp_config is 2: it must hold `key: value` lines",
     f"{MULTI}mixed_precison: bf16\n": "mixed_precison: unknown or unsupported in a preset; did you mean mixed_precision?",
     f"{MULTI}fsdp_config: {{fsdp_version: 2}}\n": "fsdp_config: distributed_type is MULTI_GPU, so Accelerate would ignore it",
-    f"{FSDP}2\n": "fsdp_config is 2: it must hold `key: value` lines",
     "distributed_type: FSDP\n": "fsdp_version is 1: it must be 2",
-    f"{FSDP}{{version: 2, sharding_strategy: FULL_SHARD}}\n": "fsdp_sharding_strategy: unknown or unsupported in a preset",
     f"{FSDP}{{fsdp_version: 2, fsdp_activation_checkpointing: true}}\n": "with dropout its gradients are wrong",
-    f"{DEEPSPEED}  offload_param_device: nvme\n": "offload_param_device is 'nvme': it must be one of none, cpu",
     f"{SIZES}{{tp_size: 2}}\n": "tp_size is 2: unknown key of a preset, which Accelerate ignores",
     f"{SIZES}{{parallelism_config_tp_size: 0}}\n": "parallelism_config_tp_size is 0: it must be a whole number",
     f"{SIZES}{{parallelism_config_cp_size: 2}}\n": "cp_size is 2: context parallelism is not supported",
@@ -53,17 +53,13 @@ ZERO = '{"zero_optimization": {"stage": 2}'
 FILES: dict[str, str] = {
     f'{ZERO}, "gradient_clipping": 1.0}}': "gradient_clipping: 1.0: clipping belongs to the recipe: set optim.clip_norm",
     f'{ZERO}, "train_batch_size": 64}}': "train_batch_size: 64: set train.global_batch_size in the recipe",
-    f'{ZERO}, "gradient_accumulation_steps": 2}}': 'and write "auto" here or leave it out',
-    f'{ZERO}, "optimizer": {{"type": "Adam"}}}}': "optimizer: the optimizer is the recipe's (optim.name)",
-    f'{ZERO}, "wandb": {{"enabled": true}}}}': "wandb: use --trackers",
     f'{ZERO}, "gradient_cliping": 1.0}}': "gradient_cliping: unknown or unsupported; did you mean",
-    '{"zero_optimization": {"stage": 2, "compute_grad_norm": false}}': "zero_optimization.compute_grad_norm:",
-    '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}': "_optimizer.ratio:",
+    '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}': "ratio: 0.5:",
     '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}': "offload to the CPU (device: cpu)",
-    f'{ZERO}, "bf16": {{"check_grad_overflow": false}}}}': "bf16.check_grad_overflow: steps whose",
     f'{ZERO}, "bf16": {{"enabled": true}}}}': "bf16.enabled is true, and the precision is no",
     '{"zero_optimization": {}}': "zero_optimization.stage: null: it must be 0, 1, 2 or 3",
     "{}": "no section zero_optimization",
+    f'{ZERO}, "optimizer": {{"type": "Adam"}}}}': "optimizer: the optimizer is the recipe's (optim.name)",
     ZERO: "the preset's deepspeed_config_file, zero.json, is not JSON",
     "": "the preset's deepspeed_config_file, zero.json, cannot be read from",
 }
@@ -79,32 +75,27 @@ def test_a_config_file_of_deepspeed(content: str, sentence: str, refused: Refuse
 
 OPTIONS: dict[str, tuple[str, int]] = {
     "--preset fifo": ("preset fifo: it is not a text file", 4),
-    "--config_file deepspeed_zero": ("no file of that name; did you mean deepspeed_zero", 4),
+    "--config_file deepspeed_zero": ("no preset or file of that name; did you mean deepspeed_zero", 4),
     "--preset cpu --processes 2": ("preset cpu starts 1 process, and this run has 2", 4),
     "--preset cpu --mixed-precision fp16": ("fp16 needs a GPU", 4),
-    "--processes -1": ("--processes is -1: a run needs at least 1 process", 5),
+    "--processes -1": ("processes_per_node is -1 (--processes): it must be at least 1", 5),
     "--processes 7": ("train.global_batch_size is 64, which 7 processes cannot divide", 3),
-    "--num_processes 2.5": ("'2.5': expected a whole number, 1 or more", 2),
     "--num_processes 2 --processes 3": ("on 1 nodes, and another option asks for 3 per node", 5),
     "--processes-per-node 2": ("--processes-per-node is 2, but there is no scheduler's allocation here", 5),
     "--port 99999": ("port is 99999 (--port): it must be a TCP port", 5),
-    "--run-dir file/run": ("file/run cannot be made, because", 7),
     "--run-dir old --resume never": ("old, which already contains a run (it has a recipe.yaml)", 7),
     "--resume nowhere": ("--resume is nowhere: no such folder", 11),
     "--recipe imagefolder data.path=nowhere": ("data.path is 'nowhere': no such file or folder, or you may not read it", 6),
     "train.init_from=nowhere": ("train.init_from is nowhere: there is no such file or folder", 11),
-    "--trackers tensorboard,wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb", 9),
     "--trackers aim": ("--trackers has aim, which is not installed here: pip install aim", 9),
-    "--gpus 4": ("--gpus: unknown option; give --processes 4", 2),
-    "--batch_size 32": ("recipe values are given as key=value: train.global_batch_size=32", 2),
-    "--lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
+    "--gpus 4": ("--gpus: unknown option; give --processes", 2),
+    "--trackers tensorboard,wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb", 9),
     "0.1": ("'0.1' (command line): expected key=value", 3),
 }
 
 
 @pytest.mark.parametrize(("words", "expected"), OPTIONS.items(), ids=OPTIONS)
 def test_options(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
-    put(tmp_path, "file", "")
     put(tmp_path, "old/recipe.yaml", "seed: 0\n")
     os.mkfifo("fifo")
     refused([*DRY, *words.split()], *expected)
@@ -113,15 +104,16 @@ def test_options(words: str, expected: tuple[str, int], refused: Refused, tmp_pa
 HOSTS = "SAMERUN_HOSTS=a,b"
 ENVIRONMENTS: dict[str, tuple[str, str, int]] = {
     "SAMERUN_HOSTS=a,a": ("", "SAMERUN_HOSTS is 'a,a': it must be names of different hosts", 5),
-    "SAMERUN_HOSTS=127.0.0.1,b": ("", "head_address is '127.0.0.1' (SAMERUN_HOSTS): on each of the 2 nodes this means", 5),
+    "SAMERUN_HOSTS=127.0.0.1,b": (
+        "",
+        "head_address is '127.0.0.1' (SAMERUN_HOSTS): it must be a name or address by which every node",
+        5,
+    ),
     f"{HOSTS} SAMERUN_STARTER=rsh": ("", "SAMERUN_STARTER is 'rsh': it must be one of", 5),
     f"{HOSTS} SAMERUN_NODE_RANK=5": ("", "node_rank is 5 (SAMERUN_NODE_RANK): with num_nodes is 2 (SAMERUN_HOSTS)", 5),
     f"{HOSTS} SAMERUN_THREADS=0": ("", "threads_per_process is 0 (SAMERUN_THREADS): it must be at least 1", 5),
-    f"{HOSTS} A=1": ("--processes 2", "--processes is 2, which is for one machine", 5),
     f"{HOSTS} A=2": ("--nodes 3", "--nodes is 3, and num_nodes is 2 (SAMERUN_HOSTS): give 1 to 2", 5),
-    f"{HOSTS} A=3": ("--num_processes 3", "it must be a multiple of 2", 5),
     "SAMERUN_END_TIME=soon": ("", "SAMERUN_END_TIME", 5),
-    "RANK=0": ("", "the environment has RANK=0: torchrun", 5),
     "OMPI_COMM_WORLD_SIZE=4": ("", "OMPI_COMM_WORLD_SIZE=4: mpirun (Open MPI) started this process as one of several", 5),
     "PBS_JOBID=1 PBS_NODEFILE=nowhere": ("", "PBS_JOBID is 1, but PBS_NODEFILE nowhere cannot be read", 5),
     "SLURM_JOB_ID=5": ("", "SLURM_JOB_ID is set, but SLURM_JOB_NUM_NODES is not", 5),
@@ -137,6 +129,46 @@ def test_environments(
         name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value)
     refused([*DRY, *words.split()], sentence, code)
+
+
+# Jobs that cannot be submitted: all that is wrong is reported before the queue --------------------------------------------
+
+
+JOB = "--nodes 1 --time 1:00:00"
+PROBLEMS: dict[str, str] = {
+    "--gpus-per-node 3": "train.global_batch_size is 64, which 3 processes cannot divide",
+    "--num_processes 3 --gpus-per-node 2": "--num_processes is 3, the total number of processes, on 1 nodes, and another",
+    "data.path=nowhere": "you may not read it. Correct it, or give --data-on-nodes if only the nodes of the job have it",
+    "--array x": "--array has 'x': expected key=value,value",
+    "--array seed=1": "--array is 'seed=1', which is a single run",
+    "--array seed=1,2;seed=3,4": "--array has 'seed=3,4': expected key=value,value, each key and value once",
+    "--array optim.lr=0.1,fast": "optim.lr is fast (command line): expected a number (task 1 of --array)",
+    "--array train.global_batch_size=64,63 --processes-per-node 2": "is 63, which 2 processes cannot divide",
+    "--array seed=1,2 seed=3": "seed is given by --array and by seed=...: remove one of them",
+    "--sbatch-option='--comment=a\nrm -r x'": "it must be one line that begins with -",
+    "-- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), PROBLEMS.items(), ids=PROBLEMS)
+def test_what_would_fail_in_the_job(words: str, sentence: str, refused: Refused, tmp_path: Path) -> None:
+    refused(["samerun", "submit", "--dry-run", "--scheduler", "slurm", *shlex.split(f"{JOB} {words}")], sentence, 10)
+    assert not (tmp_path / "runs").exists()
+
+
+SUBMIT_OPTIONS: dict[str, str] = {
+    "--time 1:00:00": "the following arguments are required: --nodes",
+    "--nodes 1 --time 1:60:00": "--time: '1:60:00': expected hours:minutes:seconds",
+    "--nodes 1 --time 0:00:00": "--time: '0:00:00': expected hours:minutes:seconds, more than 0",
+    f"{JOB} --gpus-per-node a100:2,h100:0": "--gpus-per-node: 'a100:2,h100:0': expected a whole number, 1 or more",
+    f"{JOB} --partition 'gpu\n#SBATCH --nodes=9'": r"--partition: 'gpu\n#SBATCH --nodes=9': expected a word of letters",
+    f"{JOB} --gpus-per-node 2 --processes-per-node 2": "--processes-per-node: not allowed with argument --gpus-per-node",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), SUBMIT_OPTIONS.items(), ids=SUBMIT_OPTIONS)
+def test_an_option_of_the_wrong_form(words: str, sentence: str, refused: Refused) -> None:
+    refused(["samerun", "submit", "--dry-run", *shlex.split(words)], sentence, 2)
 
 
 def test_a_process_of_its_own() -> None:

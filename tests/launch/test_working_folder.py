@@ -36,7 +36,7 @@ def test_a_run_is_ours(folder: Path) -> None:
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", pytest.param("fsdp2", marks=pytest.mark.long)])
 def test_each_line_of_a_start_is_ours(preset: str, tmp_path: Path) -> None:
     """No warning of a library that nobody can act upon, in a home without settings."""
     finished = started(tmp_path, "--preset", preset, "--processes", "2", *TWO_STEPS, HOME=str(tmp_path))
@@ -69,14 +69,16 @@ def test_no_module_of_the_launcher_hides_one_of_python() -> None:
 
 
 @pytest.mark.multiproc
+def test_the_job_scripts_of_a_wheel_train(installed: Path, folder: Path) -> None:
+    for name in ("local.sh", "multinode.sh", "multinode.pbs", "mpirun.sh"):
+        printed = run_installed(installed, ["samerun", "script", name], folder).check().output
+        assert printed == (REPOSITORY / "launch" / name).read_text()
+        (folder / name).write_text(printed)
+    run_installed(installed, ["sh", "local.sh", "--preset", "cpu", *TWO_STEPS], folder).check()
+    assert read(folder / "run" / "result.json")["steps"] == 2
+
+
+@pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("launch", "--preset", "multi_gpu", "--processes", "2", *TWO_STEPS),
-        ("doctor", "--processes", "2"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_a_wheel_is_ours(installed: Path, folder: Path, arguments: tuple[str, ...]) -> None:
-    run_installed(installed, ["samerun", *arguments], folder).check()
+def test_the_doctor_of_a_wheel_is_ours(installed: Path, folder: Path) -> None:
+    run_installed(installed, ["samerun", "doctor", "--processes", "2"], folder).check()

@@ -47,7 +47,6 @@ def test_a_transformer_takes_what_the_formula_says(llama: nn.Module) -> None:
     assert counted == pytest.approx(of_formula(llama), rel=2e-4)  # the angles of the rotary positions are products too
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch before 2.13 has no such head")
 def test_a_head_in_chunks_takes_what_a_whole_one_does(llama: Any) -> None:
     """Nothing of it was counted by torch: of a small model with a large vocabulary that is most of all."""
 

@@ -7,7 +7,6 @@ import json
 import resource
 import shutil
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ RECIPE = ("--recipe", "digits", "train.global_batch_size=64", "log.every_steps=3
           "augment.mixup=0.2")  # fmt: skip
 
 
-SERVICES = ("wandb", "trackio")
+SERVICES = ("wandb", "trackio", "mlflow")
 
 
 def installed(name: str) -> bool:
@@ -37,7 +36,7 @@ def installed(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Continued:
-    """A run of 24 steps that was killed and went on after step 20, to step 30."""
+    """A run of 24 steps with all trackers that are installed, which was killed and went on after step 20, to step 30."""
 
     run_dir: Path
     said: str
@@ -46,25 +45,17 @@ class Continued:
     """That TensorBoard had before the kill."""
 
 
-def continued(run_dir: Path, *trackers: str, then: tuple[str, int], env: Mapping[str, str]) -> Continued:
-    """Train 24 steps, lose the last checkpoint as a kill would have, and go on `then` under a preset on so many processes."""
-    recipe = ("--trackers", ",".join(trackers), *RECIPE)
-    said = train("cpu", run_dir, *recipe, "train.steps=24", env=env).check().output
-    pictures = shown(run_dir).Images("augmented_batch") if "tensorboard" in trackers else []
-    shutil.rmtree(step_folders.path_of(run_dir, 24))
-    preset, processes = then
-    train(preset, run_dir, "--resume", "auto", *recipe, "train.steps=30", processes=processes, env=env).check()
-    assert read(run_dir / "run.json")["resumed_step"] == 20
-    return Continued(run_dir, said, pictures)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Continued:
-    """A run with all trackers that are installed, but mlflow, which takes seconds to make its data base."""
     folder = tmp_path_factory.mktemp("tracked")
     # Nobody is known to wandb here, so it starts offline without asking its server.
     env = {"HOME": str(folder), "WANDB_API_KEY": "", "TRACKIO_DIR": str(folder / "trackio")}
-    return continued(folder / "run", "tensorboard", *filter(installed, SERVICES), then=("multi_gpu", 2), env=env)
+    run_dir, recipe = folder / "run", ("--trackers", ",".join(["tensorboard", *filter(installed, SERVICES)]), *RECIPE)
+    said = train("cpu", run_dir, *recipe, "train.steps=24", env=env).check().output
+    pictures = shown(run_dir).Images("augmented_batch")
+    shutil.rmtree(step_folders.path_of(run_dir, 24))  # as a kill would have lost it
+    train("multi_gpu", run_dir, "--resume", "auto", *recipe, "train.steps=30", processes=2, env=env).check()
+    return Continued(run_dir, said, pictures)
 
 
 def shown(run_dir: Path) -> EventAccumulator:
@@ -121,10 +112,8 @@ def test_trackio_has_one_run_of_all_starts(run: Continued) -> None:
     assert json.loads(config)["train.steps"] == 30
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (installed("mlflow") and installed("sqlalchemy")), reason="needs mlflow")
-def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(tmp_path: Path) -> None:
-    run = continued(tmp_path / "run", "mlflow", then=("cpu", 1), env={})
+@pytest.mark.skipif(not installed("mlflow"), reason="needs mlflow")
+def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(run: Continued) -> None:
     with closing(sqlite3.connect(run.run_dir / "mlflow.db")) as store:
         ((name, status),) = store.execute("select name, status from runs").fetchall()
         metrics = store.execute("select key, step from metrics order by step").fetchall()

@@ -1,14 +1,14 @@
-"""Optimizers by name, held against torch: what each takes, and where it may step."""
+"""Optimizers by name, held against torch: what each takes, and where it may step; and parameters that are not trained."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-from processes import REPOSITORY
 from torch import nn
 
 from app.errors import PresetError, RecipeError
@@ -20,30 +20,6 @@ from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 from launch import preset
 from launch.start.launch import launch
-
-# Each optimizer as it is, and with the settings that change what it keeps.
-VARIANTS = {
-    **{name: (name, None) for name in TABLE},
-    "adamw amsgrad": ("adamw", {"amsgrad": True}),
-    "nadam decoupled": ("nadam", {"decoupled_weight_decay": True}),
-    "rmsprop centered": ("rmsprop", {"centered": True, "momentum": 0.9, "alpha": 0.9}),
-    "adagrad decaying": ("adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-}
-
-
-def recipe_of(variant: str) -> OptimRecipe:
-    name, settings = VARIANTS[variant]
-    return OptimRecipe(name=name, lr=0.02, weight_decay=0.1, settings=settings)
-
-
-def gradient(step: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 3.0**step
-
-
-def test_every_optimizer_of_torch_has_a_name_or_a_reason() -> None:
-    there = {name for name in dir(torch.optim) if inspect.isclass(getattr(torch.optim, name))} - {"Optimizer"}
-    named = {optimizer.torch_name for optimizer in TABLE.values()}
-    assert there == named | {"ASGD", "LBFGS", "Muon", "Rprop", "SparseAdam"}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -60,30 +36,6 @@ def test_the_table_says_what_torch_takes(name: str) -> None:
     left_out = {"params", "lr", "weight_decay", "maximize", *parameter_groups._ONLY_HOW}
     left_out |= {"sgd": {"dampening"}, "adafactor": {"eps"}}.get(name, set())  # no kernel that is used has the one
     assert {*optimizer.keys, *optimizer.settings} == of_torch.keys() - left_out
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_who_may_step_on_parts_of_a_parameter_does_the_same_there(variant: str) -> None:
-    """A matrix, and its elements cut into flat parts, with the same gradients: ZeRO cuts so, and FSDP2 by rows."""
-    recipe, whole, steps = recipe_of(variant), nn.Linear(6, 5, bias=False), 6
-    torch.nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(7))
-    parts = [nn.Parameter(part.clone()) for part in whole.weight.detach().flatten().split(11)]
-    on_whole = parameter_groups.build_optimizer(recipe, whole)
-    taken = inspect.signature(type(on_whole)).parameters.keys() & on_whole.defaults.keys()
-    on_parts = type(on_whole)(parts, **{key: on_whole.defaults[key] for key in taken} | {"weight_decay": 0.1})
-    for step in range(steps):
-        whole.weight.grad = gradient(step, 5, 6)
-        for part, values in zip(parts, whole.weight.grad.flatten().split(11), strict=True):
-            part.grad = values.clone()
-        for optimizer in (on_whole, on_parts):
-            parameter_groups.set_learning_rate(optimizer, 0.02 / (step + 1))
-            optimizer.step()
-    found = torch.cat([part.detach() for part in parts])
-    difference = (found - whole.weight.detach().flatten()).abs().max().item()
-    if recipe.name == "adafactor":
-        assert difference > 0.01
-    else:
-        assert difference < 1e-6
 
 
 class Net(nn.Module):
@@ -132,8 +84,9 @@ def test_keys_reach_torch_and_its_class_is_the_short_name(name: str) -> None:
 
 
 def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
-    optimizer = parameter_groups.build_optimizer(recipe_of("rmsprop centered"), nn.Linear(2, 2))
-    assert optimizer.defaults.items() >= {"centered": True, "momentum": 0.9, "alpha": 0.9}.items()
+    settings = {"centered": True, "momentum": 0.9, "alpha": 0.9}
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings=settings), nn.Linear(2, 2))
+    assert optimizer.defaults.items() >= settings.items()
     with pytest.raises(RecipeError, match=r"torch's RMSprop refuses the settings of optim: Invalid alpha value: -1\.0"):
         parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings={"alpha": -1}), nn.Linear(2, 2))
 
@@ -178,14 +131,6 @@ def test_groups_of_nothing_are_refused() -> None:
         groups({"*": {"lr_factor": 2}, "*.bias": {"weight_decay": 0}})
 
 
-def test_the_documentation_has_the_table() -> None:
-    page = (REPOSITORY / "docs" / "optimizers.md").read_text()
-    for name, optimizer in TABLE.items():
-        taken = ", ".join([*(f"`optim.{key}`" for key in optimizer.keys), *(f"`{key}`" for key in optimizer.settings)])
-        where = "whole parameters only" if optimizer.whole_because else "every preset"
-        assert f"| `{name}` | {taken} | {where} |" in page
-
-
 @pytest.mark.parametrize(
     ("name", "side", "added"),
     [
@@ -201,11 +146,52 @@ def test_norms_biases_and_what_only_looks_like_a_matrix_do_not_decay(name, side,
         decays = parameter_groups.Rule.of(OptimRecipe(weight_decay=0.1), model).weight_decays
     norms = (nn.GroupNorm, nn.BatchNorm2d, nn.LayerNorm)
     of_norms = {id(parameter) for module in model.modules() if isinstance(module, norms) for parameter in module.parameters()}
-    parameters = dict(model.named_parameters())
-    alike = {key for key in parameters if key.endswith(added)}
     assert of_norms
-    assert {ending for ending in added for key in alike if key.endswith(ending)} == {*added}
-    assert decays == {
-        key: 0.0 if id(parameter) in of_norms or key.endswith("bias") or key in alike else 0.1
-        for key, parameter in parameters.items()
-    }
+    assert all(any(key.endswith(ending) for key in decays) for ending in added)
+    for key, parameter in model.named_parameters():
+        assert decays[key] == (0.0 if id(parameter) in of_norms or key.endswith(("bias", *added)) else 0.1), key
+
+
+# Parameters that are not trained ----------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """[B, 10] to [B, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Dropout(0.5))
+        self.middle, self.norm, self.head = nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.norm(self.middle(self.encoder(inputs))))
+        return output
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> None:
+    model = Stack()
+    parameter_groups.freeze(model, ["encoder.*", "norm.weight", "?iddle.bias"])
+    assert trained(model) == ["middle.weight", "norm.bias", "head.weight", "head.bias"]
+    parameter_groups.set_training(model, mode=False)
+    parameter_groups.set_training(model, mode=True)
+    assert [name for name, layer in model.named_modules() if not layer.training] == ["encoder.1"]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(torch.randn(8, 10) + 3)
+    changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert changed == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["encoder.*", "encodr.*"], "has 'encodr.*', which matches no parameter: did you mean encoder.* or encoder.1.*"),
+        (["*"], "all 10 parameters of the model, a Stack, are frozen (train.freeze is *), so there is nothing to train"),
+    ],
+)
+def test_what_matches_nothing_or_everything_is_refused(patterns: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        parameter_groups.freeze(Stack(), patterns)

@@ -14,10 +14,8 @@ from accelerate import Accelerator
 from processes import SCRIPTS, read, read_lines, run
 
 from app.checkpoints import step_folders
-from app.feed import samples_of
 from app.optim import parameter_groups
 from app.optim.steps import SpikeGuard, Steps
-from app.recipe import recipe_file
 from app.recipe.schema import OptimRecipe
 
 FACTOR = 100.0
@@ -25,6 +23,7 @@ SPIKE, SAVED, STEPS = 76, 70, 82  # the saved norms end between two renewals of 
 RECIPE = (
     "--recipe", "digits", f"train.steps={STEPS}", f"train.max_gradient_spike={FACTOR}", "model.norm=identity",
     "optim.clip_norm=null", "train.ema_decay=0.9", "log.every_steps=1", f"checkpoint.every_steps={SAVED}",
+    "train.evaluate_every_epochs=0",
 )  # fmt: skip
 
 
@@ -122,29 +121,21 @@ def test_nothing_of_a_spike_is_stepped_on(name: str, looks: bool, is_scaled: boo
 # Real runs -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """The picture of the run that is poisoned: one of the step SPIKE that is answered wrongly, or it would have no gradient."""
-    recipe = recipe_file.load("digits", RECIPE[2:]).recipe
-    index = int(samples_of(recipe, 1294, SPIKE - 1)[7])
-    epoch = (SPIKE - 1) // (1294 // recipe.train.global_batch_size)
-    return {"POISONED_SAMPLE": str(epoch * 1294 + index)}
-
-
-def go(preset: str, processes: int, folder: Path, environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
-    command = (str(SCRIPTS / "poisoned.py"), "--run-dir", str(folder), "--trackers", "none", *RECIPE, *arguments)
+def go(preset: str, processes: int, folder: Path, bad_pass: int, *arguments: str) -> list[dict[str, Any]]:
+    """Train; the loss of one pass of the last rank is a hundred million times what it should be."""
+    environment = {"BAD_RANK": str(processes - 1), "BAD_PASS": str(bad_pass), "BAD_FACTOR": "1e8"}
+    command = (str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *RECIPE, *arguments)
     run(preset, processes, *command, env=environment).check()
     assert read(folder / "run.json")["world_size"] == processes
     return read_lines(folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    lines = go("cpu", 1, folder, environment, "train.max_micro_batch=32")
+    lines = go("cpu", 1, folder, 2 * SPIKE, "train.max_micro_batch=32")
     assert read(folder / "run.json")["accumulation"] == 2
     norms = [line["grad_norm"] for line in lines]
-    print(f"norms to {max(norms[: SPIKE - 1]):.3g}, that of the poisoned picture's step {norms[SPIKE - 1]:.3g}")
     assert [line["skipped_steps"] for line in lines] == [[SPIKE] if line["step"] == SPIKE else [] for line in lines]
     assert norms[SPIKE - 1] > 1e4 * max(norms[: SPIKE - 1])
     assert math.isfinite(norms[SPIKE - 1])
@@ -169,15 +160,14 @@ def assert_same(folder: Path, reference: Path, *, after: int = 0) -> None:
     [
         ("multi_gpu", "deepspeed_zero3"),
         ("deepspeed_zero2", "fsdp2"),
-        pytest.param("deepspeed_zero1", "multi_gpu", marks=pytest.mark.long),
         pytest.param("fsdp2", "deepspeed_zero3_offload", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_step_is_left_out_under_every_strategy_and_after_a_resume(
-    alone: Path, environment: dict[str, str], tmp_path: Path, preset: str, resumed: str
+    alone: Path, tmp_path: Path, preset: str, resumed: str
 ) -> None:
-    go(preset, 2, tmp_path / "whole", environment)
+    go(preset, 2, tmp_path / "whole", SPIKE)
     assert_same(tmp_path / "whole", alone)
     saved = step_folders.path_of(tmp_path / "whole", SAVED)
-    go(resumed, 2, tmp_path / "resumed", environment, "--resume", str(saved))
+    go(resumed, 2, tmp_path / "resumed", SPIKE - SAVED, "--resume", str(saved))
     assert_same(tmp_path / "resumed", alone, after=SAVED)

@@ -19,7 +19,7 @@ from app.optim import parameter_groups
 from app.optim.steps import Step, Steps
 from app.recipe.schema import OptimRecipe
 
-BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
+BAD_STEP, STEPS = 3, 6
 
 
 @pytest.mark.multiproc
@@ -40,8 +40,9 @@ def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(
         recipe = ("--recipe", "digits", f"train.steps={STEPS}", f"optim.name={kind}", "train.ema_decay=0.9",
                   "model.activation=gelu", "log.every_steps=1")  # fmt: skip
         processes = 1 if preset == "cpu" else 2
+        bad = {"BAD_RANK": str(processes - 1), "BAD_PASS": str(BAD_STEP), "BAD_FACTOR": "nan"}
         command = (str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *recipe)
-        run(preset, processes, *command, env={"BAD_RANK": str(processes - 1)}).check()
+        run(preset, processes, *command, env=bad).check()
         lines = read_lines(folder / "metrics.jsonl")
         assert [line["skipped_steps"] for line in lines] == [[], [], [BAD_STEP], [], [], []], preset
         assert lines[BAD_STEP - 1]["loss"] is None

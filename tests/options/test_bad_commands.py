@@ -36,26 +36,14 @@ def test_what_is_no_run(command: str, expected: tuple[str, str, int], place: str
     refused(["samerun", *command.format(place).split()], sentence, code)
 
 
-@pytest.mark.parametrize(
-    "command", ["report", "curves", "compare", "compare a", "timeline", "verify", "export", "watch", "data inspect"]
-)
-def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
-    refused(["samerun", *command.split()], "the following arguments are required", 2)
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "runs", "watch x", "new x", "recipes",
-     "generate x", "predict x y", "evaluate x", "plan", "parity", "scale", "train", "doctor", "data check x"],
-)  # fmt: skip
+@pytest.mark.parametrize("command", ["report x", "runs", "generate x", "parity", "scale", "doctor", "data check x"])
 def test_options_that_there_are_not(command: str, refused: Refused) -> None:
     refused(["samerun", *command.split(), "--nonsense"], "--nonsense: unknown option", 2)
 
 
 WORDS: dict[str, tuple[str, int]] = {
     "lauch": ("lauch: unknown command; did you mean launch", 2),
-    "data look": ("invalid choice: 'look' (choose from 'inspect', 'tokenize', 'check', 'pack')", 2),
-    "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
+    "doctor --processes 0": ("processes_per_node is 0 (--processes): it must be at least 1", 5),
     "parity train.steps=3": ("train.steps=3 (command line): the comparison sets this; use --steps", 3),
     "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
     "parity --keep folder": ("--keep folder exists: choose a new folder", 2),
@@ -64,10 +52,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "scale --nodes 2": ("--nodes is 2, but there is no scheduler's allocation here", 2),
     "parity --tolerance nan": ("'nan': expected", 2),
     "parity --processes 1,,2": ("'1,,2': expected", 2),
-    "parity --steps 1.5": ("'1.5': expected", 2),
-    "doctor --patience 0": ("'0': expected", 2),
     "plan --device a100": ("a100-80 or a100-40", 2),
-    "plan --mfu 1.1": ("'1.1': expected", 2),
     "scale --out file": ("file/multi_gpu-1x1-1 cannot be made, because ", 2),
 }
 
@@ -82,20 +67,10 @@ def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path
 PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun report x --uot page.html": ("--uot: unknown option; did you mean --out?", 2),
     "samerun runs folder": ("there are no runs in", 7),
-    "samerun launch --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
+    "samerun launch --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=...", 2),
     "samerun launch --tracker none": ("--tracker: unknown option; did you mean --trackers?", 2),
-    "samerun runs --wide": ("--wide: unknown option (`samerun runs --help`", 2),
     "samerun verify x y": ("y: one argument too many", 2),
-    "app.evaluate folder --epochs 3": (
-        "--epochs: unknown option; recipe values are given as key=value: train.epochs=3",
-        2,
-    ),
     "samerun evaluate x data.path=y train.steps=3": ("train.steps: it has no effect here", 2),
-    "samerun plan --device v100-16 --mixed-precision bf16": (
-        "bf16, which v100-16 does not compute in",
-        4,
-    ),
-    "samerun launch --recipe digits --recipe mnist": ("--recipe is given twice (digits and mnist): keep one of them", 2),
 }
 
 
@@ -111,7 +86,6 @@ DATA: dict[str, tuple[str, int]] = {
     "inspect folder": ("folder contains no data of a known kind; give data.source=KIND", 6),
     "inspect pictures": ("a/1.png", 6),
     "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
-    "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
     "pack digits --to arrays --out file": ("file already exists, and pack replaces no files", 6),
 }
 

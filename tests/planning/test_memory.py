@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from app.environment.launched import Sharding
-from app.planning import blueprint as blueprints
 from app.planning import memory, tracing
 from app.planning.memory import Case, peak
 from app.planning.tracing import LATER, PassOptions
@@ -23,31 +22,31 @@ DEEP = recipe_file.load("lm_tiny", ["model.layers=9"]).recipe
 
 
 @pytest.fixture(scope="module")
-def deep() -> blueprints.Blueprint:
-    return blueprints.build_blueprint(DEEP)
+def deep() -> tracing.Blueprint:
+    return tracing.build_blueprint(DEEP)
 
 
 @pytest.mark.parametrize(
     "how", [PassOptions(3), PassOptions(3, "bf16", recomputes=True), PassOptions(3, keeps_gradients=False, shards=4)]
 )
-def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: blueprints.Blueprint, how: PassOptions) -> None:
+def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: tracing.Blueprint, how: PassOptions) -> None:
     whole, extended = tracing.traced(deep, how), tracing.peaks(deep, how)
     assert max(map(sum, extended.values())) == max(map(sum, whole.values()))
 
 
 @pytest.mark.parametrize("how", [PassOptions(6, shards=4), PassOptions(6, "bf16", recomputes=True, shards=32)])
-def test_two_sizes_determine_all_others(deep: blueprints.Blueprint, how: PassOptions) -> None:
+def test_two_sizes_determine_all_others(deep: tracing.Blueprint, how: PassOptions) -> None:
     whole, line = tracing.traced(deep, how), memory.interpolate(DEEP, 1, how)
     assert max(map(sum, line.values())) == pytest.approx(max(map(sum, whole.values())), rel=0.005)
 
 
-def test_the_peak_is_that_of_torchs_own_tracker(deep: blueprints.Blueprint) -> None:
+def test_the_peak_is_that_of_torchs_own_tracker(deep: tracing.Blueprint) -> None:
     """The tools are private parts of torch: this is where a new version of it that changes them is seen."""
     blueprint = deep.cut_to(3)
     model = blueprint.cut_to(3).model
     with FakeTensorMode():
-        blueprints.bring_to_cpu(model)
-        batch = blueprints.make_batch(blueprint, 2, Form())
+        tracing.bring_to_cpu(model)
+        batch = tracing.make_batch(blueprint, 2, Form())
         tracker = MemTracker()
         tracker.track_external(model, *(it for it in batch.values() if isinstance(it, torch.Tensor)))
         with tracker:
@@ -72,7 +71,7 @@ def test_states_are_those_of_a_real_step(name: str) -> None:
 
 def test_what_a_plan_says_of_shardings() -> None:
     recipe = recipe_file.load("lm_tiny", ["model.hidden_size=256", "model.vocab_size=1024"]).recipe
-    weights = 4 * blueprints.build_blueprint(recipe).parameters
+    weights = 4 * tracing.build_blueprint(recipe).parameters
     one = peak(Case(recipe, Sharding(), micro_batch=4))
     assert (one.weights, one.total) == (weights, sum(one[:-1]))
     case = Case(recipe, Sharding(), data_ranks=4, micro_batch=4)

@@ -14,37 +14,27 @@ from processes import REPOSITORY, SCRIPTS, Started, accelerate
 from app.environment.launched import Sharding
 from app.planning.memory import Case, peak
 from app.recipe import recipe_file
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 STEPS = ("train.steps=1000", "train.epochs=null", "train.evaluate_every_steps=1000", "train.max_validation_samples=32")
 BLOCKS = "train.checkpoint_activations=blocks"
 RESNET = ("digits", "model.name=resnet18", "train.global_batch_size=64")
 LLAMA = ("lm_tiny", "model.hidden_size=512", "model.heads=8", "model.layers=6", "data.sequence_length=256")
 GPT2 = ("lm_tiny", "model.architecture=gpt2", "model.hidden_size=384", "model.layers=8", "model.vocab_size=8192")
-SHORT: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "resnet18 sgd": ("cpu", "no", (*RESNET, "optim.name=sgd", "optim.lr=0.01")),
-    "gpt2 nadam blocks": ("cpu", "no", (*GPT2, BLOCKS, "optim.name=nadam")),
-    "gpt2 ddp blocks": ("multi_gpu", "no", (*GPT2, BLOCKS)),
-    "resnet18 fsdp2": ("fsdp2", "no", RESNET),
-}
-LONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "llama bf16": ("cpu", "bf16", LLAMA),
-    "gpt2 accumulation, average": ("cpu", "no", (*GPT2, "train.max_micro_batch=4", "train.ema_decay=0.9")),
-    "llama ddp": ("multi_gpu", "no", LLAMA),
-    "llama fsdp2 bf16 blocks": ("fsdp2", "bf16", (*LLAMA, BLOCKS)),
-    "gpt2 fsdp2": ("fsdp2", "no", GPT2),
-    "text.py fsdp2": ("fsdp2", "no", (str(REPOSITORY / "examples/text.yaml"), "model.width=256")),
-}
+CASES = [
+    pytest.param("cpu", "no", (*GPT2, BLOCKS, "optim.name=nadam"), marks=pytest.mark.slow),
+    pytest.param("fsdp2", "no", RESNET, marks=pytest.mark.slow),
+    pytest.param("cpu", "no", (*RESNET, "optim.name=sgd", "optim.lr=0.01"), marks=pytest.mark.long),
+    pytest.param("cpu", "bf16", LLAMA, marks=pytest.mark.long),
+    pytest.param("cpu", "no", (*GPT2, "train.max_micro_batch=4", "train.ema_decay=0.9"), marks=pytest.mark.long),
+    pytest.param("multi_gpu", "no", (*GPT2, BLOCKS), marks=pytest.mark.long),
+    pytest.param("fsdp2", "bf16", (*LLAMA, BLOCKS), marks=pytest.mark.long),
+    pytest.param("fsdp2", "no", (str(REPOSITORY / "examples/text.yaml"), "model.width=256"), marks=pytest.mark.long),
+]
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("preset", "precision", "words"),
-    [
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SHORT.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
-    ],
-)
+@pytest.mark.parametrize(("preset", "precision", "words"), CASES)
 def test_a_plan_is_within_5_percent_of_the_truth(preset: str, precision: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """Predicted for the kernels of a CPU, with the memory of the machine; measured in three steps, on the rank with most."""
     name, *overrides = words

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import RecipeError
-from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load
-from app.recipe.schema import Recipe, TrainRecipe
+from app.recipe.schema import BatchPlan, Recipe, TrainRecipe
 
 PLAIN, MIXED = load("digits").recipe, load("digits", ["augment.mixup=0.2"]).recipe
 

@@ -28,10 +28,6 @@ def problems(path: str, *overrides: str) -> list[str]:
     return [problem.replace(path, "my.yaml") for problem in raised.value.problems]
 
 
-def value(recipe: Recipe, key: str):
-    return attrgetter(key)(recipe.sections if key.startswith(("data.", "model.")) else recipe)
-
-
 # Precedence ----------------------------------------------------------------------------------------------------------------
 
 
@@ -68,26 +64,30 @@ VALUES = [
     ("optim.lr", "1e-3", 0.001),
     ("seed", "9223372036854775807", 2**63 - 1),
     ("data.download", "true", True),
-    ("data.path", "null", None),
     ("data.path", "2024-01-01", "2024-01-01"),
     ("data.path", '"null"', "null"),
     ("data.mean", "[0.1]", (0.1,)),
-    ("model.channels", "1,2", (1, 2)),
     ("optim.decay_epochs", "1, 2.5,3e1", (1.0, 2.5, 30.0)),
     ("optim.settings", "{amsgrad: true}", {"amsgrad": True}),
     ("optim.groups", '{"*.b": {lr_factor: 2}, c: {weight_decay: 0}}', {"*.b": {"lr_factor": 2.0}, "c": {"weight_decay": 0.0}}),
 ]
 
 
+def given(write, place: str, key: str, text: str) -> tuple[str, ...]:
+    """Return the arguments of `load` for a recipe with this value, in a file or on the command line."""
+    section, _, name = key.rpartition(".")
+    if place == "command line":
+        return write("train:\n"), f"{key}={text}"
+    return (write(f"{section}:\n  {name}: {text}\n" if section else f"\n{name}: {text}\n"),)
+
+
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES)
 @pytest.mark.parametrize("place", ["file", "command line"])
 def test_values_are_read_as_the_type_of_their_key(write, key, text, expected, place):
-    section, _, name = key.rpartition(".")
-    if place == "file":
-        loaded = load(write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n"))
-    else:
-        loaded = load(write("train:\n"), [f"{key}={text}"])
-    assert repr(value(loaded.recipe, key)) == repr(expected)  # 1 is not 1.0
+    path, *overrides = given(write, place, key, text)
+    recipe = load(path, overrides).recipe
+    found = attrgetter(key)(recipe.sections if key.startswith(("data.", "model.")) else recipe)
+    assert repr(found) == repr(expected)  # 1 is not 1.0
 
 
 def test_text_on_the_command_line_is_taken_unchanged(write):
@@ -107,8 +107,6 @@ def test_a_mapping_without_a_type_has_the_types_of_its_values(write):
 
 WRONG = [
     ("seed", "true", "a whole number"),
-    ("seed", "'5'", "a whole number"),
-    ("seed", "null", "a whole number"),
     ("optim.lr", ".nan", "a number"),
     ("data.download", "yes", "true or false"),
     ("data.train_split", "[a]", "text"),
@@ -120,30 +118,21 @@ WRONG = [
 @pytest.mark.parametrize(("key", "text", "expected"), WRONG)
 @pytest.mark.parametrize("place", ["file", "command line"])
 def test_wrong_types(write, key, text, expected, place):
-    section, _, name = key.rpartition(".")
-    if place == "file":
-        found = problems(write(f"{section}:\n  {name}: {text}\n" if section else f"\n{name}: {text}\n"))
-        origin = "my.yaml:2"
-    else:
-        found, origin = problems(write("train:\n"), f"{key}={text}"), "command line"
-    assert found == [f"{key} is {text} ({origin}): expected {expected}"]
+    origin = "my.yaml:2" if place == "file" else place
+    assert problems(*given(write, place, key, text)) == [f"{key} is {text} ({origin}): expected {expected}"]
 
 
 FILES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "my.yaml: the file is empty"),
     "a list": ("- a\n- b\n", "my.yaml:1: the file is [a, b]: expected lines of `key: value`"),
     "latin-1": (b"seed: 1\n# caf\xe9\n", "my.yaml:2: it is not UTF-8 (byte 0xe9): save it as UTF-8"),
-    "a zero byte": ("seed: 1\n\x00\n", "my.yaml: it is not YAML: unacceptable character #x0000"),
-    "a tab": ("optim:\n\tlr: 0.1\n", "my.yaml:2: it is not YAML: found character '\\t'"),
     "two documents": ("seed: 1\n---\nseed: 2\n", "my.yaml:2: it is not YAML: but found another document"),
     "a key twice": ("seed: 1\nseed: 2\n", "seed is given twice (my.yaml:1 and my.yaml:2): keep one of them"),
     "a name twice": ("optim:\n  settings: {a: 1, a: 2}\n", "optim.settings is a mapping (my.yaml:2): it has a twice"),
     "a mapping that holds itself": ("optim: {settings: &a {b: *a}}", "optim.settings is a mapping (my.yaml:1): it is nested"),
-    "a merge key": ("optim:\n  <<: {lr: 1}\n", "optim.<< (my.yaml:2): there is no such key"),
     "an unknown key": ("'optim':\n  'momentun': 1\n", "optim.momentun (my.yaml:2): there is no such key; did you mean"),
     "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (my.yaml:1): expected a whole number"),
     "lists without end": ("seed: " + "[" * 3000, "my.yaml: it is not YAML: maximum recursion depth"),
-    "above the range": ("seed: 99999999999999999999\n", "at least 0 and at most 9,223,372,036,854,775,807 (my.yaml:1)"),
     "two durations": ("train:\n  epochs: 1\n  steps: 2\n", "train.epochs is 1 and train.steps is 2: give one of them "
                       "(train.epochs: my.yaml:2, train.steps: my.yaml:3)"),
     "unlike lists": ("data: {mean: [1,2]}\n", "data.mean is [1.0, 2.0] and data.std is [0.25]: give each one value per"),
@@ -159,15 +148,12 @@ def test_files(write, text, sentence):
 
 WORDS: dict[str, str] = {
     "optim.lr:0.1": "'optim.lr:0.1' (command line): expected key=value without spaces, as in optim.lr=0.1",
-    "=0.1": " (command line): there is no such key",
-    "seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
     "optim={lr:1}": "optim is a section; give its keys one by one, as in optim.name=...",
     "lr=1": "lr (command line): there is no such key; did you mean optim.lr?",
-    "optim.lr=-0.1": "optim.lr is -0.1: it must be at least 0 (command line)",
     "model.name=resnet-18": "model.name is 'resnet-18': no such model; did you mean resnet18",
-    "optim.warmup_epochs=1 optim.warmup_steps=2": "is 2: give one of them (command line)",
     "augment.mixup=0.2 train.global_batch_size=63": "it must be a multiple of 2, because augment.mixup and augment.cutmix",
     "optim.nesterov=true optim.momentum=0": "optim.nesterov is true and optim.momentum is 0.0: nesterov needs a momentum",
+    "task=causal_lm augment.flip=1": "there is no such key; a recipe has seed, task, data, model, train, optim, ",
     "profile.steps=20:10": 'profile.steps is "20:10": it must be the first and the last step to record',
     "train.init_allow=a.*": 'train.init_allow is ["a.*"] and train.init_from is null: init_allow needs init_from',
     "data.image_size=9 data.resize_size=3": "is 3 and data.image_size is 9: resize_size must be at least image_size",
@@ -201,13 +187,11 @@ def test_all_problems_at_once_with_their_origins(write):
     ("name", "sentence", "code"),
     [
         ("fifo", "fifo: it is not a text file", 3),
-        ("folder", "folder: it is not a text file", 3),
         ("digts", "there is no recipe or file of that name; did you mean digits?", 3),
         ("", "--recipe is empty", 2),
     ],
 )
 @pytest.mark.parametrize("command", [["samerun", "launch", "--dry-run"], ["app.train"]], ids=["launch", "train"])
-def test_both_programs_refuse_what_is_no_recipe(command, name, sentence, code, refused: Refused, tmp_path):
-    put(tmp_path, "folder", None)
+def test_both_programs_refuse_what_is_no_recipe(command, name, sentence, code, refused: Refused):
     os.mkfifo("fifo")
     refused([*command, "--recipe", name], sentence, code)

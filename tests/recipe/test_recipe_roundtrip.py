@@ -1,11 +1,13 @@
 """Recipes written out and read back, their digest and their reference, and the recipes of the package."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
+from app import tasks
 from app.recipe import recipe_file
 from app.recipe.recipe_file import load
 from app.recipe.schema import OptimRecipe, Recipe
@@ -44,16 +46,8 @@ def test_yaml_reads_back_to_an_equal_recipe(tmp_path, recipe):
 
 def test_digest_is_of_what_is_learnt():
     digest = recipe_file.digest
-    same = [
-        "log.every_steps=3",
-        "data.stage_to=/tmp",
-        "profile.steps=2:3",
-        "log.samples=true",
-        "train.max_micro_batch=4",
-        "data.download=true",
-        "optim.eps=1.0e-8",
-    ]
-    assert digest(load("digits", same).recipe) == digest(load("digits").recipe)
+    same = "log.every_steps=3 data.stage_to=/tmp log.samples=true train.max_micro_batch=4 data.download=true optim.eps=1.0e-8"
+    assert digest(load("digits", same.split()).recipe) == digest(load("digits").recipe)
     of_all = recipe_file.digest_of_all
     assert of_all(load("digits", ["log.every_steps=3"]).recipe) != of_all(load("digits").recipe)
     assert digest(Recipe(optim=OptimRecipe(lr=1))) == digest(Recipe(optim=OptimRecipe(lr=1.0)))
@@ -80,13 +74,28 @@ def test_render_says_where_each_value_came_from():
 # The recipes of the package ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("task", tasks.SHIPPED)
+def test_every_shipped_task_has_sections_of_its_own(task):
+    own = {field.name for field in fields(recipe_file.sections_of(task))}
+    assert own
+    assert own.isdisjoint(field.name for field in fields(Recipe))
+    assert all(recipe_file.meanings(task)[key] for key in {*recipe_file.kinds(task), *own})
+    assert recipe_file.not_learnt(task) | recipe_file.places(task) < recipe_file.kinds(task).keys()
+
+
+@pytest.mark.parametrize("overrides", [["model.layers=4"], ["task=causal_lm", "model.layers=4"]])
+def test_the_file_or_the_command_line_names_the_task(tmp_path, overrides):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model:\n  heads: 2\n" + ("" if "task=causal_lm" in overrides else "task: causal_lm\n"))  # at any place
+    recipe = load(str(file), overrides).recipe
+    assert (recipe.task, recipe.sections.model.layers, recipe.sections.model.heads) == ("causal_lm", 4, 2)
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe(path):
-    loaded = load(path.stem)
-    assert loaded.recipe == load(str(path)).recipe
     text = path.read_text(encoding="ascii")
     assert text.startswith("# ")
-    # Files that a comment sends the reader to exist; a name in capitals stands for the reader's own.
+    # Files that a comment names exist; a name in capitals stands for the reader's own.
     for cited in re.findall(r"#.*?\b((?:app|docs|launch)/[\w./-]+\.\w+)", text):
         assert (ROOT / cited).is_file(), cited
 

@@ -73,10 +73,10 @@ def test_keys_types_defaults_and_meanings_are_read_and_nothing_is_run(tmp_path: 
 def test_the_digest_is_that_of_the_file_wherever_it_lies(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
-    digests = [recipe_file.digest(load(str(written(folder, PLAIN))).recipe) for folder in (here, there)]
-    assert digests[0] == digests[1] == recipe_file.digest(load(str(here / "mine.yaml"), ["table.cache=true"]).recipe)
-    assert digests[0] != recipe_file.digest(load(str(here / "mine.yaml"), ["table.path=x"]).recipe)
-    assert recipe_file.digest(load(str(written(there, PLAIN, "other.py"))).recipe) != digests[0]
+    digest = recipe_file.digest(load(str(written(here, PLAIN))).recipe)
+    assert digest == recipe_file.digest(load(str(written(there, PLAIN)), ["table.cache=true"]).recipe)
+    assert digest != recipe_file.digest(load(str(here / "mine.yaml"), ["table.path=x"]).recipe)
+    assert digest != recipe_file.digest(load(str(written(there, PLAIN, "other.py"))).recipe)
 
 
 def test_the_command_line_names_a_file_seen_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,6 @@ def test_the_command_line_names_a_file_seen_from_the_working_directory(tmp_path:
     written(tmp_path, PLAIN)
     monkeypatch.chdir(tmp_path)
     assert load(str(recipe), ["task=own.py"]).recipe.task == str(tmp_path / "own.py")
-    monkeypatch.setenv("WHERE", str(tmp_path))
-    assert load(str(recipe), ["task=$WHERE/own.py"]).recipe.task == str(tmp_path / "own.py")
 
 
 REFUSED = {

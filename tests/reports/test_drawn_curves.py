@@ -61,7 +61,7 @@ def test_runs_of_two_tasks_share_the_loss_alone(run: past_run.PastRun, digits_ru
 
 def test_runs_that_count_tokens_are_drawn_by_tokens(run: past_run.PastRun, digits_run: Path, tmp_path: Path) -> None:
     other = past_run.read(language(digits_run, tmp_path / "language"))
-    assert curves.columns_of([other]) == ("tokens", "time")  # epochs of the same size would show the same
+    assert curves.columns_of([other]) == ("tokens", "time")
     assert curves.columns_of([run, run]) == ("epoch", "time")
     figure, notes = curves.page([other], xs=["tokens"])
     assert notes == []

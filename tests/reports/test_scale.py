@@ -16,11 +16,9 @@ from app.reports import scale
 from app.reports.scale import Size
 from launch.cases import RunCase
 
-SHORT = ("--steps", "4", "--warm-up-steps", "2")
 
-
-def run_scale(out: Path, *, processes: str, repeats: str = "1", **environment: str) -> Finished:
-    words = [*SHORT, "--processes", processes, "--repeats", repeats, "--out", str(out)]
+def run_scale(out: Path, *, processes: str, **environment: str) -> Finished:
+    words = ["--steps", "4", "--warm-up-steps", "2", "--processes", processes, "--repeats", "1", "--out", str(out)]
     return Started([sys.executable, "-m", "launch.cli", "scale", *words], env=environment).wait()
 
 

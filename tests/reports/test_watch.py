@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, star
 from app.errors import STOPPED
 from app.reports import past_run
 from app.reports.past_run import state_of
+from app.runs import ledger
 from launch.cli import main as samerun
 
 
@@ -62,20 +62,14 @@ def test_a_run_that_does_not_exist_yet_is_followed_until_it_stops(tmp_path: Path
     assert re.search("processes +1, preset .*, start 1, after step 0", shown)
 
 
-def test_a_run_that_will_be_restarted_is_not_over(digits_run: Path, tmp_path: Path) -> None:
+def test_a_run_that_will_be_restarted_is_not_over(digits_run: Path) -> None:
     """The start that resumes it removes the outcome, and then imports and checks before it writes a line."""
-    folder = tmp_path / "run"
-    shutil.copytree(digits_run, folder)
-    (folder / "result.json").unlink()
-    *before, last = (folder / "ledger.jsonl").read_text().splitlines()
-    stopped = json.dumps(json.loads(last) | {"outcome": "stopped"})
-    (folder / "ledger.jsonl").write_text("\n".join([*before, stopped]) + "\n")
-    outcome = json.loads((folder / "outcome.json").read_text()) | {"outcome": "stopped", "reason": "SIGTERM came"}
-    for found, is_over in (({**outcome, "go_on": False}, True), ({**outcome, "go_on": True}, False), (None, False)):
-        (folder / "outcome.json").unlink()
-        if found is not None:
-            (folder / "outcome.json").write_text(json.dumps(found))
-        state = state_of(past_run.read(folder), time.time())
+    run = past_run.read(digits_run)
+    assert isinstance(run.events[-1], ledger.End)
+    stopped = replace(run, result={}, events=[*run.events[:-1], replace(run.events[-1], outcome="stopped")])
+    outcome = {**run.outcome, "outcome": "stopped", "reason": "SIGTERM came"}
+    for found, is_over in (({**outcome, "go_on": False}, True), ({**outcome, "go_on": True}, False), ({}, False)):
+        state = state_of(replace(stopped, outcome=found), time.time())
         assert (state.word, state.is_over) == ("stopped", is_over)
 
 

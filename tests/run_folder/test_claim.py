@@ -14,7 +14,7 @@ from processes import REPOSITORY, SCRIPTS, read_lines
 from app.errors import RunFolderError
 from app.runs.claim import Claim, claim
 
-KINDS = ("claim", "lines", "start", "model", "result", "predictions", "checkpoint", "trackers", "stacks", "profile")
+KINDS = ("claim", "lines", "start", "result", "checkpoint", "trackers", "stacks", "profile")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_a_folder_of_runs_is_drawn_and_what_is_broken_is_said(runs: Path, tmp_pa
     assert (picture < 128).mean() > 0.005, "nothing is drawn"
     for sentence in (
         f"{tmp_path} is not the folder of a run",
-        f"{runs / 'digits-10' / 'metrics.jsonl'} is missing",
+        f"{runs / 'digits-10' / 'metrics.jsonl'} cannot be read: No such file",
         f"{runs / 'digits-2' / 'metrics.jsonl'}: a line is damaged or truncated",
         "digits-2: no validation accuracy is recorded",
     ):

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.metrics.metrics import SampleDigests
 from app.runs import ledger
 from app.runs.claim import claim
 from app.runs.ledger import End, Evaluated, Saved, Start, StepSpan
@@ -100,17 +99,3 @@ def test_another_batch_has_another_digest(samples: list[int], data: st.DataObjec
 def test_batches_with_equal_sums_of_powers_differ() -> None:
     """1^k + 5^k + 8^k + 12^k = 2^k + 3^k + 10^k + 11^k for k = 1, 2, 3: what a sum of a polynomial would not see."""
     assert digest_of([1, 5, 8, 12]) != digest_of([2, 3, 10, 11])
-
-
-@pytest.mark.parametrize("accumulation", [1, 3, 100])
-def test_every_step_fed_has_its_digest(accumulation: int) -> None:
-    """Over the hashing of many batches at once, and in whatever lots they are taken."""
-    batches = torch.arange(150 * accumulation * 4).view(150, accumulation, 4)
-    fed, digests = SampleDigests(), list[int]()
-    for step, batches_of_step in enumerate(batches):
-        for samples in batches_of_step:
-            fed.add(samples)
-        fed.end_step()
-        if step in (0, 1, 63, 64, 130, 149):
-            digests += fed.take().tolist()
-    assert digests == [digest_of(step.flatten().tolist()) for step in batches]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,8 +18,9 @@ RUN = (
     *("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "data.image_size=32"),
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
-CASES: list[Any] = [("fsdp2", "true"), ("deepspeed_zero3", "true")]
-CASES += [pytest.param("multi_gpu", "true", marks=pytest.mark.slow), pytest.param("fsdp2", "false", marks=pytest.mark.long)]
+CASES = [("fsdp2", "true"), ("deepspeed_zero3", "true")] + [
+    pytest.param(*case, marks=pytest.mark.long) for case in (("multi_gpu", "true"), ("fsdp2", "false"))
+]
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from moments import await_that
-from processes import read_lines, start, train
+from processes import losses, start, train
 from safetensors.torch import load_file
 
 from app.checkpoints import step_folders, stored_weights
@@ -71,10 +71,6 @@ def assert_kept(file: Path, weights: Path) -> None:
     assert {name for name, tensor in left.items() if torch.equal(tensor, begun[name].to(tensor.dtype))} == KEPT
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
-
-
 def test_it_stays_as_it_was_through_kills_and_under_every_preset(undisturbed: Path, weights: Path, tmp_path: Path) -> None:
     assert_kept(undisturbed / "model.safetensors", weights)
     begin, run_dir = tmp_path / "begin.pth", tmp_path / "run"
@@ -112,7 +108,7 @@ def test_a_checkpoint_names_the_file_that_it_needs(undisturbed: Path, weights: P
     if place == "checkpoint":  # alone, elsewhere
         copy = tmp_path / "alone" / "checkpoints" / newest.name
         shutil.copytree(newest, copy)
-        what, said = copy, f"{tmp_path}/alone/frozen/{frozen.name} is missing"
+        what, said = copy, f"{tmp_path}/alone/frozen/{frozen.name} cannot be read: No such file"
     else:
         what = tmp_path / "run"
         shutil.copytree(undisturbed, what, ignore=shutil.ignore_patterns("starts"))

@@ -11,7 +11,7 @@ import pytest
 from processes import SCRIPTS, Finished, read, run, train
 
 from app.errors import CheckpointError, RunFolderError
-from app.files.lines import Lines
+from app.files.text_files import Lines
 
 
 def leave_free(small_disk: Path, kib: int) -> None:

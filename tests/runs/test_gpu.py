@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ALONE, REPOSITORY, SCRIPTS, Finished, Started, accelerate, read, read_lines
+from processes import ALONE, REPOSITORY, SCRIPTS, Finished, Started, accelerate, losses, read
 
 from app.checkpoints import step_folders
 from app.errors import TopologyError
@@ -51,10 +51,6 @@ def start(preset: str, run_dir: Path, *arguments: str, of: tuple[str, ...] = DIG
 
 def launch(preset: str, run_dir: Path, *arguments: str, of: tuple[str, ...] = DIGITS) -> Finished:
     return start(preset, run_dir, *arguments, of=of).wait()
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def has_learnt(run_dir: Path) -> bool:
@@ -139,8 +135,8 @@ def test_a_resnet_learns_in_bf16_in_the_order_of_tensor_cores(preset: str, tmp_p
     resnet = ("model.name=resnet18", "data.image_size=32", "optim.warmup_epochs=1")
     output = launch(preset, tmp_path, "--mixed-precision", "bf16", *resnet).check().output
     assert "strides" not in output, "DDP warns of gradients in another order than the weights"
-    losses = [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")]
-    assert losses[-1] < 0.8 * losses[0]
+    found = losses(tmp_path)
+    assert found[-1] < 0.8 * found[0]
 
 
 def test_a_deterministic_run_gives_the_same_bits_twice(tmp_path: Path) -> None:

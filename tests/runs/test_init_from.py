@@ -16,8 +16,7 @@ from app.checkpoints import initial_weights
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import CheckpointError, RecipeError
-from app.recipe.batching import BatchPlan
-from app.recipe.schema import TrainRecipe
+from app.recipe.schema import BatchPlan, TrainRecipe
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification

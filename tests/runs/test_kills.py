@@ -19,8 +19,8 @@ from moments import await_moment, await_step, await_that, last_step
 from processes import Running, Warm, free_port, launched_environments, read, read_lines
 
 from app.checkpoints import step_folders
+from app.checks.verify import verify
 from app.errors import STOPPED, RunFolderError
-from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc
 

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 RECIPE = (
     "--recipe", "lm_tiny", "model.hidden_size=64", "model.layers=2", "model.heads=4", "model.head=chunked",
-    "data.sequence_length=512", "train.global_batch_size=8", "train.steps=8", "train.max_validation_samples=8",
+    "data.sequence_length=128", "train.global_batch_size=8", "train.steps=8", "train.max_validation_samples=8",
     "train.evaluate_every_steps=null", "train.evaluate_every_epochs=0", "optim.lr=0.002", "optim.clip_norm=0.5",
     "log.every_steps=1", "checkpoint.every_minutes=null",
 )  # fmt: skip
@@ -30,6 +30,11 @@ def test_it_is_wrapped_before_it_is_divided(tmp_path: Path) -> None:
     changed.write_text(text.replace("fsdp_cpu_ram_efficient_loading: false", "fsdp_cpu_ram_efficient_loading: true"))
     assert changed.read_text() != text
     assert losses(tmp_path / "from_rank_0", changed, 2) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.long
+def test_it_is_compiled_before_it_is_divided(tmp_path: Path) -> None:
+    alone = losses(tmp_path / "alone", "cpu", 1)
     compiled = losses(tmp_path / "compiled", "fsdp2", 2, ACCELERATE_DYNAMO_BACKEND="AOT_EAGER")
     assert compiled == pytest.approx(alone, rel=1e-5)
 

@@ -11,8 +11,8 @@ from languages import write_answers
 from moments import await_moment, await_step, last_step
 from processes import read, read_lines, start, train
 
+from app.checks.verify import verify
 from app.errors import STOPPED
-from app.tools.verify import verify
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 

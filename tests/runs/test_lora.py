@@ -7,7 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from processes import read_lines, train
+from processes import losses, train
 from transformers import AutoModelForCausalLM
 
 from app.checkpoints import step_folders, stored_weights
@@ -28,12 +28,8 @@ KINDS = {
     "llama": ("model.lora_targets=[q_proj,v_proj]", "model.lora_alpha=16"),
     "gpt2": ("model.architecture=gpt2",),  # whose layers hold their weights transposed, and whose last layer is the first one
 }
-OTHERS = (("multi_gpu", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
+OTHERS = {"llama": ("multi_gpu", "deepspeed_zero3", "fsdp2"), "gpt2": ("deepspeed_zero3",)}
 STEPS, SAVED = 10, 5
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -51,8 +47,8 @@ def test_adapters_are_the_same_under_every_preset_and_what_peft_and_transformers
     words = (*words, f"checkpoint.every_steps={SAVED}")
     train("cpu", tmp_path / "cpu", *words).check()
     alone = losses(tmp_path / "cpu")
-    for preset, processes in OTHERS:
-        train(preset, tmp_path / preset, *words, processes=processes).check()
+    for preset in OTHERS[kind]:
+        train(preset, tmp_path / preset, *words, processes=2).check()
         assert losses(tmp_path / preset) == pytest.approx(alone, rel=1e-5), preset
         (frozen,) = (tmp_path / preset / "frozen").iterdir()
         assert frozen.name == next((tmp_path / "cpu" / "frozen").iterdir()).name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import read, read_lines, train
 
-from app.tools.verify import verify
+from app.checks.verify import verify
 from launch import cli
 
 pytestmark = pytest.mark.multiproc

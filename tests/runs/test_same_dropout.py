@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import read_lines, train
+from processes import losses, train
 
 pytestmark = pytest.mark.multiproc
 
@@ -97,10 +97,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rest = f"log: {{every_steps: 1}}\ncheckpoint: {{every_steps: {RESUMED}, keep_last: 9}}\n"
     (folder / "sequences.yaml").write_text(f"task: sequences.py\ntrain: {sizes}\noptim: {optim}\n{rest}")
     return folder / "sequences.yaml"
-
-
-def losses(run_dir: Path, name: str = "loss") -> list[float]:
-    return [line[name] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")

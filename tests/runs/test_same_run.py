@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trace_format
-from processes import ONE_THREAD, Started, launch, read, read_lines, train
+from processes import ONE_THREAD, Started, launch, losses, read, read_lines, train
 
 from app.reports import timeline
 
@@ -77,26 +77,16 @@ def trained(folder: Path, preset: str, processes: int, accumulation: int, *argum
     return folder
 
 
-def column(run_dir: Path, name: str) -> list[Any]:
-    lines = read_lines(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    return [line[name] for line in lines]
-
-
-def samples(run_dir: Path) -> list[list[int]]:
-    lines = read_lines(run_dir / "samples.jsonl")
-    assert [len(line["samples"]) for line in lines] == [64] * STEPS
-    return [line["samples"] for line in lines]
-
-
 def assert_same_run(one: Path, other: Path, *, first_20: float, all_100: float) -> None:
-    assert samples(one) == samples(other)
-    assert column(one, "learning_rate") == column(other, "learning_rate")
-    losses = list(zip(column(one, "loss"), column(other, "loss"), strict=True))
-    differences = [abs(a - b) / abs(a) for a, b in losses]
+    samples = [[line["samples"] for line in read_lines(folder / "samples.jsonl")] for folder in (one, other)]
+    assert [len(drawn) for drawn in samples[0]] == [64] * STEPS
+    assert samples[0] == samples[1]
+    assert losses(one, "learning_rate") == losses(other, "learning_rate")
+    pairs = list(zip(losses(one), losses(other), strict=True))
+    differences = [abs(a - b) / abs(a) for a, b in pairs]
     print(f"{other.name}: largest relative difference {max(differences[:20]):.1e}, {max(differences):.1e}")
-    assert max(differences[:20]) <= first_20, losses[:20]
-    assert max(differences) <= all_100, losses
+    assert max(differences[:20]) <= first_20, pairs[:20]
+    assert max(differences) <= all_100, pairs
     # The average of the weights is what is evaluated.
     results = [read(folder / "result.json") for folder in (one, other)]
     assert results[1]["test_loss"] == pytest.approx(results[0]["test_loss"], rel=all_100)
@@ -108,7 +98,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: trained(folder / name, "cpu", 1, 1, *chosen) for name, chosen in OPTIMIZERS.items()}
     for reference in found.values():  # in 100 steps, with every augmentation on, from 1 in 10 by chance
         assert read(reference / "result.json")["test_accuracy"] > 0.5
-        assert max(column(reference, "grad_norm")) > 0.5, "nothing was clipped"
+        assert max(losses(reference, "grad_norm")) > 0.5, "nothing was clipped"
     return found
 
 
@@ -166,7 +156,7 @@ def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, pre
     train(preset, warm, *arguments, processes=2).check()
     launch(preset, own, *arguments, processes=2, env=ONE_THREAD).check()
     for name in ("loss", "grad_norm", "learning_rate", "epoch"):
-        assert column(warm, name) == column(own, name)
+        assert losses(warm, name) == losses(own, name)
     for name in ("samples.jsonl", "model.safetensors"):
         assert (warm / name).read_bytes() == (own / name).read_bytes()
 

@@ -25,6 +25,11 @@ class Task:
     def model(self, metadata):
         return Wide()
 
+    def init_module(self, model, name, module):
+        for part in module.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
     def loss(self, model, batch):
         return Loss(F.cross_entropy(model(batch["x"]), batch["y"]), len(batch["y"]))
 

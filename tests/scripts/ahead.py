@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import sys
+from dataclasses import replace
 from typing import Any
 
 from app import building
-from app.data import loader
-from app.data.loader import Ahead
+from app.data.loader import TOGETHER_BYTES, Ahead, InProcess
 from app.train import main
 
-plain = building._fed
+plain = building._rank_batches
 
 
 def fed_ahead(*arguments: Any, **keys: Any) -> Ahead:
     fed = plain(*arguments, **keys)
-    unwritten = fed.unwritten if isinstance(fed, loader.InProcess) else functools.partial(loader.unwritten, fed)
-    return Ahead(unwritten, arguments[0].device)
+    if isinstance(fed, InProcess):
+        fed = replace(fed, together_bytes=TOGETHER_BYTES)
+    return Ahead(fed, arguments[0].device)
 
 
-building._fed = fed_ahead
+building._rank_batches = fed_ahead
 main(sys.argv[1:])

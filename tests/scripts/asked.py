@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.distributed.control import Control
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
 from app.errors import SamerunError
-from app.guard.control import Control
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 from app.runs import run_folder
 from app.runs.claim import Claim, claim
 
@@ -83,16 +83,13 @@ def told(ask: Callable[[], None], save_every_s: float | None, left_s: float | No
 
 CASES: dict[str, tuple[Callable[[], None], float | None, float | None]] = {
     "SIGTERM twice": (send((), (signal.SIGTERM, signal.SIGTERM)), None, None),
-    "SIGUSR1": (send((), (signal.SIGUSR1,)), None, None),
-    "SIGUSR2": (send((signal.SIGUSR2,), ()), None, None),
-    "SIGHUP": (send((), (signal.SIGHUP,)), None, None),
-    "SIGINT": (send((), (signal.SIGINT,)), None, None),
     "SIGTERM and SIGINT": (send((signal.SIGTERM,), (signal.SIGINT,)), None, None),
     "SAVE": (touch(run_folder.SAVE), None, None),
     "STOP and SAVE": (touch(run_folder.STOP, run_folder.SAVE), None, None),
     "minutes": (ask_nothing, 0.05, None),
     "end": (ask_nothing, None, 33.0),
     "end at once": (ask_nothing, None, 10.0),
+    "SIGUSR1 after nohup": (send((signal.SIGHUP,), (signal.SIGUSR1,)), None, None),
     "taken over": (take_over, None, None),
 }
 
@@ -100,6 +97,8 @@ for case, (ask, save_every_s, left_s) in CASES.items():
     ours = claim(run_dir) if rank == 0 else None
     runtime.accelerator.wait_for_everyone()
     answer: dict[str, Any]
+    if "nohup" in case:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         answer = told(ask, save_every_s, left_s)
     except SamerunError as error:

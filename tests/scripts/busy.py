@@ -14,7 +14,7 @@ import torch.distributed as dist
 from app.distributed.agreement import LONGEST_WAIT, _on_hosts, let_wait
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 CYCLES = 4 * 10**9  # two seconds at 2 GHz
 

@@ -17,7 +17,7 @@ def main(folder: Path, words: list[str]) -> None:
     import torch
     from transformers import LlamaForCausalLM  # noqa: F401  (50 MiB of code, as is what the next lines import)
 
-    from app import ending, evaluate, session  # noqa: F401
+    from app import evaluate, session  # noqa: F401
     from app.checkpoints.checkpoint import Checkpoints  # noqa: F401
     from app.distributed import runtime  # noqa: F401
 

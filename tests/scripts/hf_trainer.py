@@ -1,7 +1,7 @@
 """Trains by transformers' Trainer alone: `hf_trainer.py JOB.json` writes losses, gradient norms and rates into the job's `out`.
 
 Nothing of Samerun is imported. The job's `rows` (.npz) has what each step sees, in its order: `tokens` [N, S + 1] and `counted`
-[N, S], whether each token after the first is a target.
+[N, S], whether each token after the first is a target. The optimizer is that of test_against_trainer.py.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ trainer = Trainer(
         gradient_accumulation_steps=job["accumulation"],
         max_steps=job["steps"],
         train_sampling_strategy="sequential",
-        learning_rate=job["lr"],
-        lr_scheduler_type=job["schedule"],
-        warmup_steps=job["warmup_steps"],
-        adam_beta1=job["betas"][0],
-        adam_beta2=job["betas"][1],
-        weight_decay=job["weight_decay"],
-        max_grad_norm=job["clip_norm"],
+        learning_rate=0.003,
+        lr_scheduler_type="cosine",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
 from app.optim.steps import Steps
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 by_torch_s, late_s = map(float, sys.argv[1:])
 distributed_c10d.default_pg_timeout = timedelta(seconds=by_torch_s)

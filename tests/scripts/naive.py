@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from app.distributed import handshake
 from app.environment.launched import read
 from app.errors import SamerunError
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 launched = read(os.environ)
 accelerator = Accelerator(cpu="--cpu" in sys.argv)

@@ -14,7 +14,7 @@ import torch
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
 from app.environment.slurm_variables import own_environment
-from app.recipe.batching import BatchPlan
+from app.recipe.schema import BatchPlan
 
 
 def settings() -> dict[str, object]:
@@ -26,10 +26,7 @@ def settings() -> dict[str, object]:
         "float32_matmul": torch.get_float32_matmul_precision(),
         "cuda.matmul": backends.cuda.matmul.fp32_precision,
         "cudnn": backends.cudnn.fp32_precision,
-        "cudnn.conv": backends.cudnn.conv.fp32_precision,
-        "cudnn.rnn": backends.cudnn.rnn.fp32_precision,
         "mkldnn.matmul": backends.mkldnn.matmul.fp32_precision,
-        "mkldnn.conv": backends.mkldnn.conv.fp32_precision,
         "cudnn.benchmark": backends.cudnn.benchmark,
         "cudnn.deterministic": backends.cudnn.deterministic,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),

@@ -222,7 +222,7 @@ def read_records(file: str | Path) -> dict[str, Record]:
 def main(names: list[str], left_file: str, found_file: str) -> None:
     from app.distributed.runtime import Runtime
     from app.environment.launched import read
-    from app.recipe.batching import BatchPlan
+    from app.recipe.schema import BatchPlan
 
     launched = read(os.environ)
     runtime = Runtime(launched, BatchPlan(global_batch_size=BATCH, data_ranks=launched.world_size, accumulation=1))

@@ -14,32 +14,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from app.checkpoints import step_folders, stored_weights, tensor_file
+from app.checkpoints import step_folders
+from app.distributed.watchdog import Watchdog
 from app.errors import CheckpointError, SamerunError
-from app.guard.watchdog import Watchdog
 from app.init.region import Piece, Region
 from app.metrics.trackers import TensorBoard, tracked
-from app.recipe.schema import Recipe
 from app.runs.claim import Claim, claim
-from app.runs.failure import Recorder
-from app.tasks.image_classification.predictions import write as write_predictions
+from app.runs.run_folder import Recorder
 
 APPENDS = "append"
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", APPENDS)
 """Python says these before it does them (sys.addaudithook), and we that a line is appended."""
-
-
-class Pictures:
-    """Two test pictures."""
-
-    facts: ClassVar = {"classes": ["a", "b"]}
-
-    def fetch(self, indices: Any, _draw: Any) -> dict[str, torch.Tensor]:
-        return {"images": torch.zeros(len(indices), 1, 4, 4, dtype=torch.uint8)}
 
 
 def lines(ours: Claim) -> None:
@@ -58,21 +47,10 @@ def start(ours: Claim) -> None:
         ours.write_text(name, "of the older start")
 
 
-def model(ours: Claim) -> None:
-    stored_weights.save(ours, stored_weights.described(Recipe(), {}), tensor_file.contents({"weight": torch.zeros(3)}))
-
-
 def result(ours: Claim) -> None:
     ours.write_json("result.json", {"of": "the older start"})
     ours.write_json("outcome.json", {"of": "the older start"})
     ours.remove("STOP")
-
-
-def predictions(ours: Claim) -> None:
-    rows = torch.tensor([[0, 1, 0.5], [1, 1, 0.5]], dtype=torch.float64)
-    with ours.staged("test_predictions") as folder:
-        folder.mkdir()
-        write_predictions(folder, Pictures(), rows)  # type: ignore[arg-type]
 
 
 def checkpoint(ours: Claim) -> None:
@@ -102,7 +80,7 @@ def profile(ours: Claim) -> None:
 
 
 KINDS: dict[str, Callable[[Claim], None]] = {
-    kind.__name__: kind for kind in (lines, start, model, result, predictions, checkpoint, trackers, stacks, profile)
+    kind.__name__: kind for kind in (lines, start, result, checkpoint, trackers, stacks, profile)
 }
 
 

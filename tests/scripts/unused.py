@@ -16,8 +16,7 @@ from app.environment.launched import read
 from app.errors import TrainingError, leave_with
 from app.optim import parameter_groups
 from app.optim.steps import FirstGradients, Steps
-from app.recipe.batching import BatchPlan
-from app.recipe.schema import Recipe, TrainRecipe
+from app.recipe.schema import BatchPlan, Recipe, TrainRecipe
 
 
 class Forgetful(torch.nn.Module):

@@ -19,10 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import building, feed, session
-from app.data.loader import Failure
+from app import building, session
 from app.data.samples import Batch
 from app.distributed.runtime import Runtime
+from app.errors import DataError
 from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
 
@@ -99,9 +99,9 @@ def watch(watched: Callable[[bool], None]) -> None:
 def on_cpu() -> None:
     guard = OnCpu()
     watch(lambda on: guard.set(on=on))
-    exact_batches = feed.batches_of
+    exact_batches = building.batches_of
 
-    def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
+    def batches_of(loader: Iterable[Batch | DataError]) -> Iterator[Batch]:
         batches = iter(exact_batches(loader))
         while True:
             with guard.off():
@@ -114,7 +114,7 @@ def on_cpu() -> None:
         with guard.off():
             return exact_greatest(runtime, values)
 
-    feed.batches_of = batches_of
+    building.batches_of = batches_of
     exact_greatest, Runtime.greatest = Runtime.greatest, greatest  # type: ignore[method-assign]
     session.Steps = functools.partial(session.Steps, looks=False)  # type: ignore[assignment, misc]
 

@@ -14,25 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import DataError, RecipeError, did_you_mean
-from app.files import other_libraries, paths
-from app.files.lines import parsed
+from app.files import other_libraries, text_files
+from app.files.text_files import parsed
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
-from app.tasks.causal_lm.sections import ModelRecipe, Sections
+from app.tasks.causal_lm.sections import NAMES, ModelRecipe, Sections
 
-NAMES = {
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "key_value_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "positions": "max_position_embeddings",
-    "tie_embeddings": "tie_word_embeddings",
-}
-"""transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
 OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
-"""Names missing in that map: gpt2, opt."""
+"""Names missing in the `attribute_map` of configurations: gpt2, opt."""
 _GENERATION = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 """Every tokenizer has at least one of these files."""
@@ -112,7 +101,7 @@ def _read(recipe: ModelRecipe) -> dict[str, Any]:
         if recipe.is_named:
             file = Path(_hub_file(recipe, local_files_only=True))
         else:
-            file = Path(paths.filled_in("model.path", path), "config.json")
+            file = Path(text_files.filled_in("model.path", path), "config.json")
         return dict(parsed(file.read_bytes()).items())
     except FileNotFoundError as error:
         hint = "set model.download=true to download it once" if recipe.is_named else "give a transformers folder"
@@ -217,7 +206,7 @@ def tokenizer_files(data_path: str | None, tokenizer: Mapping[str, Any]) -> dict
         return Bytes().files()
     if data_path is None or not tokenizer.get("digest"):
         return {}
-    folder = Path(paths.filled_in("data.path", data_path))
+    folder = Path(text_files.filled_in("data.path", data_path))
     stored = store.about(folder)["tokenizer"] if folder.exists() else {}
     if stored.get("digest") != tokenizer["digest"]:
         raise DataError(

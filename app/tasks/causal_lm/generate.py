@@ -9,10 +9,9 @@ often, with the same tokens, and draw the same numbers, so the texts are the sam
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,11 @@ LARGEST_SAMPLED = 1_000_000_000
 """Parameters of the largest model that generates samples: under ZeRO-3 and FSDP2 every pass gathers all parameters."""
 
 
-def run(options: argparse.Namespace, folder: Path) -> int:
-    """Write the text that the model of a folder generates, as the options say, and return 0. Raises SamerunError."""
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun generate` with these arguments and return its exit code. Raises SamerunError."""
+    options = _parser().parse_all(argv)
     import torch
+    from transformers import GenerationConfig
 
     device = options.device
     if device is None:
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"--device {device} is not available: {_first_line(error)}") from error
-    model, tokenizer = load(folder)
+    model, tokenizer = load(options.folder)
     text = sys.stdin.read() if options.text is None else options.text
     tokens = tokenizer(text)["input_ids"]
     if not tokens:
@@ -62,11 +63,27 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         )
     write = (lambda _: None) if options.json else _write
     write(text)
-    new, continuation = generate(model.to(device), tokenizer, tokens, length, options, write)
+    configured = model.config.eos_token_id
+    ends = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}
+    sampled = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    model.generation_config = GenerationConfig()  # a folder's own would fill in what is not set here
+    how = GenerationConfig(
+        max_new_tokens=length,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=tokens[-1],  # a single text is not padded; without one there is a warning
+        use_cache=True,
+        **(sampled if options.temperature > 0 else {"do_sample": False}),
+    )
+    streamer = Streamer(tokenizer, write)
+    torch.manual_seed(options.seed)
+    with torch.inference_mode():
+        prompt = torch.tensor([tokens], device=device)
+        mask = torch.ones_like(prompt)
+        output = model.to(device).generate(prompt, attention_mask=mask, generation_config=how, streamer=streamer)
     if options.json:
-        ended = bool(new) and new[-1] in _end_tokens(model, tokenizer)
-        answer = {"text": text, "continuation": continuation, "tokens": new, "ended": ended, "seed": options.seed}
-        sys.stdout.write(json.dumps(answer))
+        new = output[0, len(tokens) :].tolist()
+        answer = {"text": text, "continuation": streamer.text, "tokens": new, "ended": bool(new) and new[-1] in ends}
+        sys.stdout.write(json.dumps({**answer, "seed": options.seed}))
     sys.stdout.write("\n")
     return 0
 
@@ -96,33 +113,6 @@ def load(folder: Path) -> tuple[Any, Any]:
     except Exception as error:  # whatever a damaged file makes the library raise
         raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {_first_line(error)}") from error
     return model.eval(), tokenizer
-
-
-def generate(
-    model: Any, tokenizer: Any, tokens: list[int], length: int, options: Any, write: Callable[[str], object]
-) -> tuple[list[int], str]:
-    """Return up to `length` new tokens after `tokens`, and their text; `write` gets the text piece by piece.
-
-    `options` has temperature (0: the likeliest token each time), top_p, top_k (0: all) and seed.
-    """
-    import torch
-    from transformers import GenerationConfig
-
-    sampled = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    model.generation_config = GenerationConfig()  # a folder's own would fill in what is not set here
-    how = GenerationConfig(
-        max_new_tokens=length,
-        eos_token_id=_end_tokens(model, tokenizer) or None,
-        pad_token_id=tokens[-1],  # a single text is not padded; without one there is a warning
-        use_cache=True,
-        **(sampled if options.temperature > 0 else {"do_sample": False}),
-    )
-    streamer = Streamer(tokenizer, write)
-    torch.manual_seed(options.seed)
-    with torch.inference_mode():
-        prompt = torch.tensor([tokens], device=model.device)
-        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=how, streamer=streamer)
-    return output[0, len(tokens) :].tolist(), streamer.text
 
 
 class Streamer:
@@ -159,13 +149,6 @@ class Streamer:
         return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text, according to the folder."""
-    ends = model.config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
-
-
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -175,7 +158,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def parser() -> Parser:
+def _parser() -> Parser:
     """Return the parser for its command line."""
     made = Parser(
         prog="samerun generate",

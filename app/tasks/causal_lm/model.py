@@ -120,17 +120,14 @@ def initialize(model: Any, unit: nn.Module) -> None:
     """Draw the weights of a part of the model by transformers' rules for it, from torch's global generator; buffers too."""
     for tensor in (*unit.parameters(), *unit.buffers()):
         vars(tensor).pop("_is_hf_initialized", None)
-    for module in _children_first(unit):
+
+    def draw(module: Any) -> None:
         vars(module).pop("_is_hf_initialized", None)
         model._init_weights(module)
         if _has_adapters(module):  # as peft draws them: the first at random, the second 0, so that nothing is added yet
-            layer: Any = module
-            layer.reset_lora_parameters(_ADAPTER, True)
+            module.reset_lora_parameters(_ADAPTER, True)
 
-
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    """transformers' order: a rule for a whole, such as one that scales by the depth, comes after those of its parts."""
-    return [*(below for child in module.children() for below in _children_first(child)), module]
+    unit.apply(draw)  # children first: a rule for a whole, such as one that scales by the depth, comes after those of its parts
 
 
 class _ComputesLoss:

@@ -15,6 +15,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from app.recipe.kinds import POSITIVE, Problem, Range, problem
 
+NAMES = {
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
@@ -89,8 +101,7 @@ class ModelRecipe:
     @property
     def chosen(self) -> dict[str, Any]:
         """Return what is given of the network's size, by the names of the keys."""
-        keys = ("hidden_size", "layers", "heads", "key_value_heads", "intermediate_size", "vocab_size", "positions")
-        values = {key: getattr(self, key) for key in (*keys, "tie_embeddings")}
+        values = {key: getattr(self, key) for key in NAMES}
         return {key: value for key, value in values.items() if value is not None}
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.errors import DataError
-from app.files import paths
+from app.files import text_files
 from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.causal_lm import causality, configuration, generate
 from app.tasks.causal_lm import model as networks
@@ -64,7 +64,7 @@ class CausalLM(Task):
         if data.path is None:
             tokens: store.Tokens | None = store.open_embedded(split)
         else:
-            tokens = store.open_split(Path(paths.filled_in("data.path", data.path)), split)
+            tokens = store.open_split(Path(text_files.filled_in("data.path", data.path)), split)
         if tokens is None:
             return None
         length = data.sequence_length
@@ -187,13 +187,9 @@ class CausalLM(Task):
 
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""
-        return networks.build(self._sections.model, metadata, folder=folder)
-
-    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
-        """Raise DataError if the text is of another tokenizer than a folder of transformers, RecipeError if its network sees
-        later tokens."""
         configuration.check_tokenizer(folder, metadata["tokenizer"])
         self._check(to_train=False)
+        return networks.build(self._sections.model, metadata, folder=folder)
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
         """Return two rows without data. All of attention is counted, what the causal mask hides too.

@@ -1,1 +1,1 @@
-"""Which of some classes is in a picture."""
+"""Image classification: one of some classes for each image."""

@@ -29,11 +29,8 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
     Its output is [B, K=num_classes]. The weights are drawn from torch's global generator, in float32. Raises RecipeError if the
     name is unknown, or the network does not take images of this size.
     """
-    model: nn.Module
-    if recipe.name == CONVNET:
-        model = _convnet(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
-    else:
-        model = _torchvision_model(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
+    make = _convnet if recipe.name == CONVNET else _torchvision_model
+    model = make(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     _check_shapes(recipe.name, model, channels=channels, image_size=image_size, num_classes=num_classes)
     return model
 
@@ -44,22 +41,22 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: f
     `logits` are [B, K]; `targets` are class indices [B] int64, or probabilities [B, K]. `label_smoothing` is the share of each
     target that is spread evenly over all classes, 0..1.
     """
-    if logits.dtype in HALF:
+    if logits.dtype in HALF.values():
         logits = logits.float()
     if targets.is_floating_point():
         targets = targets.to(logits.dtype)
     return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
 
 
-def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Sequential:
+def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """Two convolutions, each followed by halving the image, and two linear layers.
 
     The activation comes after the pooling: for ReLU and maxima the order makes no difference, but there is a quarter of the
     values left (a sixth of a step saved).
     """
-    height, width = (side // 4 for side in image_size)
-    if height == 0 or width == 0:
-        raise RecipeError(f"model.name is convnet, which needs images of at least 4x4 pixels; these have {_size(image_size)}")
+    height, width = image_size
+    if min(image_size) < 4:
+        raise RecipeError(f"model.name is convnet, which needs images of at least 4x4 pixels; these have {height}x{width}")
     first, second = recipe.channels
     pool = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}[recipe.pooling]
     activation = {"relu": nn.ReLU, "gelu": nn.GELU}[recipe.activation]
@@ -74,7 +71,7 @@ def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int],
             pool2=pool(2),
             act2=activation(),
             flatten=nn.Flatten(),
-            hidden=nn.Linear(second * height * width, recipe.hidden),
+            hidden=nn.Linear(second * (height // 4) * (width // 4), recipe.hidden),
             act3=activation(),
             head=nn.Linear(recipe.hidden, num_classes),
         )
@@ -89,11 +86,12 @@ def _norm(kind: str, channels: int) -> nn.Module:
     return nn.GroupNorm(max(groups for groups in range(1, _MAX_GROUPS + 1) if channels % groups == 0), channels)
 
 
-def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+def _torchvision_model(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     # Imported here because it costs more than a second, which the convnet need not pay.
     import torchvision
     from torchvision import models as zoo
 
+    name = recipe.name
     if name not in zoo.list_models(module=zoo):
         here = f"model.name is {name!r}: the installed torchvision {torchvision.__version__} has no such model"
         raise RecipeError(model_name_problem(name) or here)
@@ -158,12 +156,8 @@ def _check_shapes(name: str, model: nn.Module, *, channels: int, image_size: tup
 
 
 def _unsuitable(name: str, channels: int, image_size: tuple[int, int], error: Exception) -> RecipeError:
+    height, width = image_size
     return RecipeError(
-        f"model.name is {name}, which does not take images of {_size(image_size)} with {channels} channel(s) "
-        f"({error}): set data.image_size (torchvision's models expect 224 or more), or choose another "
-        "model.name"
+        f"model.name is {name}, which does not take images of {height}x{width} pixels with {channels} channel(s) ({error}): "
+        "set data.image_size (torchvision's models expect 224 or more), or choose another model.name"
     )
-
-
-def _size(image_size: tuple[int, int]) -> str:
-    return f"{image_size[0]}x{image_size[1]} pixels"

@@ -1,4 +1,4 @@
-"""Predictions: of single images, counts and images of an evaluated split, and samples of an augmented batch.
+"""Predictions on an evaluated split: what a run writes of them, and what the page of `samerun report` shows. Without torch.
 
 test_predictions/predictions.json   classes, counts of label and prediction, and what the images show
 test_predictions/SAMPLE.png         an image of the split, at most 72 pixels wide and high
@@ -6,26 +6,35 @@ test_predictions/SAMPLE.png         an image of the split, at most 72 pixels wid
 
 from __future__ import annotations
 
+import base64
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
-from torch import Tensor
 
+from app.errors import RunFolderError
 from app.runs import run_folder
-from app.tasks.image_classification.data.decoding import Framing, as_picture, content_of, decode, resize
-from app.tasks.image_classification.data.images import Images, spread
 
-_SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
-_PICTURE_SIDE = 72
-"""Pixels. 12 pictures of noise, the worst case for compression, take less than 200 kB."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from app.tasks.image_classification.data.images import Images
+
+TEMPLATE = Path(__file__).with_name("predictions.html.jinja")
+_SPREAD_IMAGES, _MISTAKEN_IMAGES = 6, 6
+_IMAGE_SIDE = 72
+"""Pixels. 12 images of noise, the worst case for compression, take less than 200 kB."""
 _ALL_PAIRS_CLASSES, _MOST_PAIRS = 100, 1000
 """Up to this many classes every pair of label and prediction is recorded; beyond, only the most frequent mistakes."""
+_NUMBERED_CLASSES = 12
+"""Up to this many classes the confusion matrix has its counts in it."""
+_MOST_MISTAKES = 10
+_SIDE_INCHES = 4.1
 
 
 def write(folder: Path, images: Images, rows: Tensor) -> None:
@@ -34,10 +43,13 @@ def write(folder: Path, images: Images, rows: Tensor) -> None:
     `rows` is float64 [N, 3]: label, predicted class, and its probability. The images are some spread evenly over the split, and
     the mistakes of which the model was most certain, in this order. Raises DataError if one cannot be read.
     """
+    from app.tasks.image_classification.data.decoding import as_pillow
+    from app.tasks.image_classification.data.images import spread
+
     labels, predicted = rows[:, 0].long(), rows[:, 1].long()
     probabilities = rows[:, 2].round(decimals=3)  # the last bits differ between topologies
     wrong = (labels != predicted).nonzero()[:, 0]
-    mistakes = wrong[probabilities[wrong].argsort(descending=True, stable=True)[:_MISTAKEN_PICTURES]].tolist()
+    mistakes = wrong[probabilities[wrong].argsort(descending=True, stable=True)[:_MISTAKEN_IMAGES]].tolist()
     pairs = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
     kept, num_classes = pairs, len(images.facts["classes"])
     if num_classes > _ALL_PAIRS_CLASSES:
@@ -49,7 +61,7 @@ def write(folder: Path, images: Images, rows: Tensor) -> None:
         predictions = {"label": int(labels[sample]), "predicted": int(predicted[sample])}
         return {"sample": sample, **predictions, "probability": float(probabilities[sample])}
 
-    shown = {"spread": spread(len(rows), _SPREAD_PICTURES), "mistakes": mistakes}
+    shown = {"spread": spread(len(rows), _SPREAD_IMAGES), "mistakes": mistakes}
     content = {
         "classes": images.facts["classes"],
         "pairs": [[*pair, kept[pair]] for pair in sorted(kept)],
@@ -58,54 +70,104 @@ def write(folder: Path, images: Images, rows: Tensor) -> None:
     }
     samples = np.array(list(dict.fromkeys(shown["spread"] + shown["mistakes"])), dtype=np.int64)
     for sample, pixels in zip(samples.tolist(), images.fetch(samples, None)["images"], strict=True):
-        picture = as_picture(pixels)
-        picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
-        picture.save(folder / f"{sample}.png")
+        image = as_pillow(pixels)
+        image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
+        image.save(folder / f"{sample}.png")
     (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(content) + "\n")
 
 
-def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:
-    """Return the picture in a file as the model sees it, uint8 [C, H, W]. Raises DataError if it cannot be decoded."""
-    picture = decode(content_of(file), channels=facts["channels"], name=str(file))
-    height, width = facts["image_size"]
-    if height == width:
-        return Framing(image_size=height, resize_size=resize_size).fixed(picture)
-    return resize(picture, (height, width))
+@dataclass(frozen=True, kw_only=True)
+class PredictionSummary:
+    """Predictions on a split."""
+
+    split: str
+    classes: Sequence[str]
+    counts: Mapping[tuple[int, int], int]
+    """Samples by label and predicted class; of many classes only the most frequent mistakes are known."""
+    left_out: int
+    """Samples that are in none of the counts."""
+    spread: Sequence[Mapping[str, Any]]
+    mistakes: Sequence[Mapping[str, Any]]
+    """Images of the split, and what the model predicted, for the template."""
+
+    @property
+    def confusion(self) -> Figure | None:
+        """The confusion matrix: the share of a label's samples, darker where it is more; None if not all counts are known."""
+        if self.left_out:
+            return None
+        from matplotlib.colors import PowerNorm  # here: a training does not need it
+        from matplotlib.figure import Figure
+
+        size = len(self.classes)
+        counts = np.zeros((size, size), np.int64)
+        for pair, count in self.counts.items():
+            counts[pair] = count
+        shares = 100 * counts / counts.sum(1, keepdims=True).clip(1)
+        figure = Figure(figsize=(_SIDE_INCHES, 0.84 * _SIDE_INCHES), layout="constrained")
+        axes = figure.subplots()
+        # The square root shows a mistake of one per cent next to a diagonal of nearly a hundred.
+        image = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=100), interpolation="nearest")
+        if size <= _NUMBERED_CLASSES:
+            for row, column in np.ndindex(size, size):
+                color = "white" if shares[row, column] > 40 else "black"
+                axes.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=7, color=color)
+        ticks = list(range(0, size, -(-size // 16)))
+        names = [self.classes[tick][:14] for tick in ticks]
+        axes.set_xticks(ticks, names, rotation=90, fontsize=8)
+        axes.set_yticks(ticks, names, fontsize=8)
+        axes.set(xlabel="predicted", ylabel="label")
+        bar = figure.colorbar(image, ax=axes, ticks=[0, 1, 5, 10, 25, 50, 100], shrink=0.8)
+        bar.set_label("share of the label's samples (%)", fontsize=8)
+        return figure
+
+    @property
+    def confusion_in_words(self) -> str:
+        """What the confusion matrix shows, for readers who cannot see it."""
+        right = sum(count for (label, predicted), count in self.counts.items() if label == predicted)
+        return f"{len(self.classes)} classes; {right:,} of {sum(self.counts.values()):,} samples are on the diagonal."
+
+    @property
+    def frequent_mistakes(self) -> list[tuple[str, str, int]]:
+        """Label, prediction and count of the most frequent mistakes, in that order."""
+        wrong = sorted((-count, pair) for pair, count in self.counts.items() if pair[0] != pair[1] and count)
+        return [(self.classes[pair[0]], self.classes[pair[1]], -count) for count, pair in wrong[:_MOST_MISTAKES]]
 
 
-def likeliest(logits: Tensor, classes: list[str], *, top: int) -> tuple[str, dict[str, Any]]:
-    """Return the `top` likeliest classes of logits [K] with their probabilities, in words and as JSON holds them."""
-    probabilities, best = logits.softmax(dim=0).topk(min(top, len(classes)))
-    names, shares = [classes[index] for index in best.tolist()], probabilities.tolist()
-    words = "  ".join(f"{name} {share:.3f}" for name, share in zip(names, shares, strict=True))
-    return words, {"classes": names, "probabilities": shares}
+def read(folder: Path) -> PredictionSummary | None:
+    """Return the predictions of the run in `folder`; None if there are none. Raises RunFolderError if they cannot be read."""
+    for split in ("test", "validation"):
+        path = folder / run_folder.predictions(split) / run_folder.PREDICTIONS_TOLD
+        if path.exists():
+            break
+    else:
+        return None
+    content = run_folder.read_json(path)
+    try:
+        classes = [str(name) for name in content["classes"]]
+        counts = {(int(label), int(predicted)): int(count) for label, predicted, count in content["pairs"]}
+        if not all(0 <= index < len(classes) for pair in counts for index in pair):
+            raise ValueError(f"a class is not one of the {len(classes)} in the file")
+        return PredictionSummary(
+            split=split,
+            classes=classes,
+            counts=counts,
+            left_out=int(content["samples_left_out"]),
+            spread=[_shown(path.parent, classes, row) for row in content["spread"]],
+            mistakes=[_shown(path.parent, classes, row) for row in content["mistakes"]],
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
 
 
-_TILE_SIDE, _MARGIN, _LINE = 96, 4, 14
-"""Size of a sample in a grid, space between samples, and height of a line of text in Pillow's own font, in pixels."""
-
-
-def grid(pixels: Tensor, texts: Sequence[str]) -> np.ndarray:
-    """Return an image, uint8 [H, W, 3]: samples, uint8 [n, C, H, W], side by side, each over its text."""
-    columns = math.ceil(math.sqrt(len(texts)))
-    rows = math.ceil(len(texts) / columns)
-    width, height = _TILE_SIDE + _MARGIN, _TILE_SIDE + _LINE + _MARGIN
-    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
-    for position, (sample, text) in enumerate(zip(pixels, texts, strict=True)):
-        tile = Image.new("RGB", (_TILE_SIDE, _TILE_SIDE + _LINE), "white")  # which cuts off a long text
-        tile.paste(ImageOps.contain(as_picture(sample).convert("RGB"), (_TILE_SIDE, _TILE_SIDE), Image.Resampling.NEAREST))
-        ImageDraw.Draw(tile).text((0, _TILE_SIDE), text, fill="black")
-        row, column = divmod(position, columns)
-        whole.paste(tile, (_MARGIN + column * width, _MARGIN + row * height))
-    return np.asarray(whole)
-
-
-def text_of(target: Tensor, classes: Sequence[str]) -> str:
-    """Return the class of a sample, or the two that it is mixed from with their shares."""
-    if target.ndim == 0:
-        return classes[int(target)]
-    shares, numbers = target.topk(2)
-    names = [classes[int(number)] for number in numbers]
-    if shares[1] < 0.005:
-        return names[0]
-    return " + ".join(f"{name} {share:.0%}" for name, share in zip(names, shares.tolist(), strict=True))
+def _shown(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    probability, file = float(row["probability"]), place / f"{int(row['sample'])}.png"
+    content = file.read_bytes() if file.is_file() else b""
+    if b"IEND" not in content[-12:]:
+        raise RunFolderError(f"{file} is missing or truncated.")
+    return {
+        "source": "data:image/png;base64," + base64.b64encode(content).decode(),
+        "label": classes[row["label"]],
+        "predicted": classes[row["predicted"]],
+        "certainty": "> 99.9 %" if probability >= 0.9995 else f"{probability:.1%}".replace("%", " %"),
+        "is_right": row["label"] == row["predicted"],
+    }

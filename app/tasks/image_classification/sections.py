@@ -1,4 +1,4 @@
-"""The sections of a recipe that classifies pictures: where they are, how they are changed at random, and the network.
+"""The sections of a recipe that classifies images: where they are, how they are changed at random, and the network.
 
 Each key has its type, range, default and meaning (with its unit), as in `app/recipe/schema.py`. It needs no torch: login nodes
 read it.
@@ -62,8 +62,7 @@ class DataRecipe:
     label_column: str = "label"
     """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
     color: Literal["auto", "rgb", "gray"] = "auto"
-    """Color mode that picture files are decoded to. auto: RGB; for huggingface gray, if all of a sample of pictures are
-    gray."""
+    """Color mode that image files are decoded to. auto: RGB; for huggingface gray, if all of a sample of images are gray."""
     image_size: Annotated[int | None, POSITIVE] = None
     """Side of the square image that the model gets, in pixels. None: as stored, for data whose images all have one size."""
     resize_size: Annotated[int | None, POSITIVE] = None

@@ -1,33 +1,37 @@
-"""Image classification: pictures with one label each, and the network that tells their classes apart.
+"""Image classification: images with one label each, and the network that tells their classes apart.
 
 Shapes: B samples in a batch, C channels, H x W pixels, K classes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.environment.topology import listed
-from app.errors import DataError
-from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
+from app.errors import DataError, RecipeError
+from app.task import Form, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.image_classification import models, predictions
 from app.tasks.image_classification.data import images
-from app.tasks.image_classification.data.augment import Preparation, check_channels
+from app.tasks.image_classification.data.augment import Preparation
+from app.tasks.image_classification.data.decoding import Framing, as_pillow, content_of, decode, resize
 from app.tasks.image_classification.data.images import Data, Images
 from app.tasks.image_classification.data.open import download_data, notes_on, open_staged, staged
 from app.tasks.image_classification.sections import CONVNET, Sections
 
 
 class ImageClassification(Task):
-    """Tells to which of K classes a picture belongs."""
+    """Predicts to which of K classes an image belongs."""
 
     monitor: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
     """The best checkpoint is the one that is right most often."""
@@ -39,11 +43,8 @@ class ImageClassification(Task):
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_sections": self._sections}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_sections"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageClassification, (self._sections,)
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ class ImageClassification(Task):
         return self._data.get(split)
 
     def notes(self, data: Splits) -> list[str]:
-        """Return a sentence for classes without a sample, and for files that are no pictures."""
+        """Return a sentence for classes without a sample, and for files that are no images."""
         splits = {"train": data.train, "validation": data.validation, "test": data.test}
         return notes_on({split: images for split, images in splits.items() if images is not None})
 
@@ -69,16 +70,11 @@ class ImageClassification(Task):
         """Return the samples. Raises DataError unless they have the model's classes, channels and size."""
         data = self._sections.data
         source = f"data.source={data.source}, data.path={data.path}"
-        if samples.channels != metadata["channels"] or (
-            samples.image_size != tuple(metadata["image_size"]) and data.image_size is None
-        ):
-            now, then = (
-                f"{facts['channels']} channels and {'x'.join(map(str, facts['image_size']))} pixels"
-                for facts in (samples.facts, metadata)
-            )
+        channels, size = metadata["channels"], tuple(metadata["image_size"])
+        if samples.channels != channels or (samples.image_size != size and data.image_size is None):
             raise DataError(
-                f"the pictures of {source} have {now}, but the run was trained on {then}: set data.color and data.image_size "
-                "to match"
+                f"the images of {source} have {samples.channels} channels and {samples.image_size} pixels (height, width), but "
+                f"the run was trained on {channels} and {size}: set data.color and data.image_size to match"
             )
         if samples.classes != tuple(metadata["classes"]):
             differing = sorted({*samples.classes} ^ {*metadata["classes"]}) or list(samples.classes)
@@ -96,29 +92,42 @@ class ImageClassification(Task):
     # Model and loss ---------------------------------------------------------------------------------------------------
 
     def model(self, metadata: Mapping[str, Any]) -> nn.Module:
-        """Return the recipe's network for pictures with this metadata: classes, channels, image_size."""
+        """Return the recipe's network for images with this metadata: classes, channels, image_size."""
         self._facts = metadata
         self._preparation = None
-        check_channels(self._sections.data, metadata["channels"])
+        channels = metadata["channels"]
+        for key, values in (("data.mean", self._sections.data.mean), ("data.std", self._sections.data.std)):
+            if len(values) not in (1, channels):
+                raise RecipeError(
+                    f"{key} has {len(values)} values, but images have {channels} channel(s): give one for all, or {channels}"
+                )
         return models.build(
             self._sections.model,
-            channels=metadata["channels"],
+            channels=channels,
             image_size=tuple(metadata["image_size"]),
             num_classes=len(metadata["classes"]),
         )
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:
-        """Return two pictures without content."""
+        """Return two images without content."""
         size = (2, metadata["channels"], *metadata["image_size"])
         numbers = torch.zeros(2, dtype=torch.int64, device="meta")
         return {"inputs": torch.empty(size, dtype=form.dtype, device="meta"), "targets": numbers, "samples": numbers}
 
     def preprocess(self, batch: Batch, rng: Draws | None, *, form: Form) -> Batch:
         """Return the batch with `inputs` [B, C, H, W] and `targets`: labels int64 [B], or shares of the classes [B, K]."""
-        preparation = self._preparation or self._prepares(form)
+        if self._preparation is None:
+            self._preparation = Preparation(
+                self._sections.data,
+                self._sections.augment,
+                num_classes=len(self._facts["classes"]),
+                channels=self._facts["channels"],
+                dtype=form.dtype,
+                channels_last=form.memory_format == torch.channels_last,
+            )
         if rng is None:
-            return {**batch, "inputs": preparation.evaluate(batch), "targets": batch["labels"]}
-        inputs, targets = preparation.train(batch, rng)
+            return {**batch, "inputs": self._preparation.evaluate(batch), "targets": batch["labels"]}
+        inputs, targets = self._preparation.train(batch, rng)
         return {**batch, "inputs": inputs, "targets": targets}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -128,8 +137,7 @@ class ImageClassification(Task):
         mean = models.mean_loss(logits, targets, label_smoothing=self._sections.augment.label_smoothing)
         if targets.is_floating_point():
             return Loss(mean, targets.shape[0])
-        answers = logits.detach().argmax(1)  # a CUDA graph writes the next logits over these
-        return Loss(mean, targets.shape[0], {"accuracy": Later(_right, (answers, targets))})
+        return Loss(mean, targets.shape[0], {"accuracy": ((logits.detach().argmax(1) == targets).sum(), targets.shape[0])})
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
@@ -164,41 +172,61 @@ class ImageClassification(Task):
     # What people see --------------------------------------------------------------------------------------------------
 
     def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
-        """Return the first pictures of a training batch side by side, each over its label."""
+        """Return the first images of a training batch side by side, each over its label."""
         assert self._preparation is not None, "no batch was prepared"
         pixels = self._preparation.pixels(batch["inputs"][:limit].detach()).cpu()
-        texts = [predictions.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
-        return "augmented_batch", predictions.grid(pixels, texts)
+        texts = [_target_text(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
+        return "augmented_batch", _grid(pixels, texts)
 
     def write_outputs(self, folder: Path, samples: Images, rows: Tensor) -> None:
-        """Write which classes were confused, and some pictures."""
+        """Write which classes were confused, and some images."""
         predictions.write(folder, samples, rows)
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
-        """Return the `top` most likely classes of each picture file, and their probabilities."""
-        found, form = [], Form(next(model.parameters()).dtype)
+        """Return the `top` most likely classes of each image file, and their probabilities. Raises DataError."""
+        found, form, classes = [], Form(next(model.parameters()).dtype), self._facts["classes"]
+        height, width = self._facts["image_size"]
+        framing = Framing(image_size=height, resize_size=self._sections.data.resize_size)
         for file in inputs:
-            image = predictions.image_of(file, self._facts, resize_size=self._sections.data.resize_size)
+            image = decode(content_of(file), channels=self._facts["channels"], name=str(file))
+            image = framing.fixed(image) if height == width else resize(image, (height, width))
             none = torch.zeros(1, dtype=torch.int64)
             batch = self.preprocess({"images": image[None], "labels": none, "samples": none}, None, form=form)
-            found.append(predictions.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
+            probabilities, best = model(batch["inputs"])[0].softmax(dim=0).topk(min(top, len(classes)))
+            names, shares = [classes[index] for index in best.tolist()], probabilities.tolist()
+            words = "  ".join(f"{name} {share:.3f}" for name, share in zip(names, shares, strict=True))
+            found.append((words, {"classes": names, "probabilities": shares}))
         return found
 
-    def _prepares(self, form: Form) -> Preparation:
-        self._preparation = Preparation(
-            self._sections.data,
-            self._sections.augment,
-            num_classes=len(self._facts["classes"]),
-            channels=self._facts["channels"],
-            dtype=form.dtype,
-            channels_last=form.memory_format == torch.channels_last,
-        )
-        return self._preparation
+
+_TILE_SIDE, _MARGIN, _LINE = 96, 4, 14
+"""Size of a sample in a grid, space between samples, and height of a line of text in Pillow's own font, in pixels."""
 
 
-def _right(answers: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """Return how many answers of each pass are right [P], and of how many, for classes [P, B] and labels [P, B]."""
-    return (answers == labels).sum(-1), float(labels.shape[1])
+def _grid(pixels: Tensor, texts: Sequence[str]) -> np.ndarray:
+    """Return an image, uint8 [H, W, 3]: samples, uint8 [n, C, H, W], side by side, each over its text."""
+    columns = math.ceil(math.sqrt(len(texts)))
+    rows = math.ceil(len(texts) / columns)
+    width, height = _TILE_SIDE + _MARGIN, _TILE_SIDE + _LINE + _MARGIN
+    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
+    for position, (sample, text) in enumerate(zip(pixels, texts, strict=True)):
+        tile = Image.new("RGB", (_TILE_SIDE, _TILE_SIDE + _LINE), "white")  # which cuts off a long text
+        tile.paste(ImageOps.contain(as_pillow(sample).convert("RGB"), (_TILE_SIDE, _TILE_SIDE), Image.Resampling.NEAREST))
+        ImageDraw.Draw(tile).text((0, _TILE_SIDE), text, fill="black")
+        row, column = divmod(position, columns)
+        whole.paste(tile, (_MARGIN + column * width, _MARGIN + row * height))
+    return np.asarray(whole)
+
+
+def _target_text(target: Tensor, classes: Sequence[str]) -> str:
+    """Return the class of a sample, or the two that it is mixed from with their shares."""
+    if target.ndim == 0:
+        return classes[int(target)]
+    shares, numbers = target.topk(2)
+    names = [classes[int(number)] for number in numbers]
+    if shares[1] < 0.005:
+        return names[0]
+    return " + ".join(f"{name} {share:.0%}" for name, share in zip(names, shares.tolist(), strict=True))
 
 
 task = ImageClassification

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.samples import LooksUp
 from app.errors import DataError
 from app.task import own_part
 
@@ -57,11 +56,9 @@ class OwnSamples:
                 f"contain texts, numbers, and lists and dicts of these ({error})"
             ) from None
         self.workers = bool(own_part(given, "workers", False))
-        self.remedy = str(own_part(given, "remedy", ""))
+        self.is_array = bool(own_part(given, "is_array", False))
         if (count := own_part(given, "count")) is not None:
             self.count = count
-        if isinstance(given, LooksUp):  # arrays, which are read directly into the memory of a batch
-            self.layout, self.fetch_into = given.layout, given.fetch_into
 
     def __len__(self) -> int:
         return len(self.given)
@@ -103,7 +100,7 @@ class OwnSamples:
 
 
 def check_repeatable(samples: OwnSamples, *, is_random: bool) -> None:
-    """Fetch a few samples again, in another order, and one by one. Raises DataError, which names the field that differs.
+    """Fetch a few samples again, and one by one. Raises DataError, which names the field that differs.
 
     `is_random`: as in training, with random numbers; else as in an evaluation. Where batches are padded to their longest
     sample, what two of them share is compared.
@@ -116,17 +113,29 @@ def check_repeatable(samples: OwnSamples, *, is_random: bool) -> None:
 
     first, places = fetch(indices), np.arange(len(indices))
     trials = [(places, "the same samples are fetched again", 0.0)]
-    trials += [(places[::-1].copy(), "the same samples are fetched in another order", _ROUNDING)]
     trials += [(places[at : at + 1], "it is fetched alone", _ROUNDING) for at in places]
     draws = ", with the same random numbers" if is_random else ""
     for wanted, how, rounding in trials:
-        other = fetch(indices[wanted])
-        for name in first:
-            for place, theirs in zip(wanted, other[name], strict=True):
-                if not are_same(first[name][place], theirs, rounding):
-                    raise DataError(
-                        f"field {name!r} of sample {indices[place]} of {samples.what} differs when {how}{draws}. {_RULE}"
-                    )
+        if found := first_difference(first, fetch(indices[wanted]), wanted, rounding):
+            name, place = found
+            raise DataError(f"field {name!r} of sample {indices[place]} of {samples.what} differs when {how}{draws}. {_RULE}")
+
+
+def first_difference(
+    batch: Mapping[str, Any], other: Mapping[str, Any], rows: Iterable[int], rounding: float
+) -> tuple[str, int] | None:
+    """Return field and row of a sample in `batch` that is not the same in `other`, which has the samples of these rows.
+
+    Fields of `other` that are no tensors with a row for each sample are skipped.
+    """
+    rows = list(rows)
+    for name, value in batch.items():
+        theirs = other.get(name)
+        if isinstance(theirs, Tensor) and theirs.shape[:1] == (len(rows),):
+            for row, one in zip(rows, theirs, strict=True):
+                if not are_same(value[row].detach(), one.detach(), rounding):
+                    return name, row
+    return None
 
 
 def are_same(left: Tensor, right: Tensor, rounding: float) -> bool:

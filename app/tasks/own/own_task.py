@@ -28,7 +28,7 @@ from app.data.draws import Draws
 from app.data.samples import Batch, mapped
 from app.errors import DataError, RecipeError, SamerunError, TrainingError
 from app.recipe import task_file
-from app.task import Form, Later, Loss, NeedsData, Scores, Split, Table, Task, Totals, overrides, own_part, two_samples
+from app.task import Form, Loss, NeedsData, Scores, Split, Table, Task, Totals, overrides, own_part, two_samples
 from app.tasks.own.own_samples import OwnSamples, check_repeatable, described
 
 _RULE = (
@@ -39,7 +39,7 @@ _RULE = (
 _REQUIRED = ("samples(self, split)", "model(self, metadata)", "loss(self, model, batch)")
 _UNCHECKED = (
     "check_training", "data_digests", "metadata_without_data", "notes", "init_module", "head", "adapters", "preview",
-    "export_files", "check_folder", "load_folder", "predict",
+    "export_files", "load_folder", "predict",
 )  # fmt: skip
 """Methods of the user's that are called without a check of their arguments and results."""
 _RUN_FILES = ("run.json", "model.json", "metrics.jsonl", "ledger.jsonl")
@@ -52,8 +52,15 @@ def task_of(recipe: Any) -> OwnTask:
     """Return the task of a recipe whose `task` is a file. Raises RecipeError for a file that is no task."""
     path = Path(recipe.task)
     module = _module(path)
-    sections = [_sections(module, recipe.sections, path)] if hasattr(module, task_file.SECTIONS) else []
-    return OwnTask(getattr(module, task_file.TASK)(*sections), name=path.name)
+    kind, own, read = getattr(module, task_file.TASK), getattr(module, task_file.SECTIONS, None), recipe.sections
+    if own is None:
+        return OwnTask(kind(), name=path.name)
+    kinds = get_type_hints(own)
+    try:
+        sections = own(**{it.name: kinds[it.name](**vars(getattr(read, it.name))) for it in fields(read)})
+    except (ValueError, TypeError, AssertionError) as error:
+        raise RecipeError(f"{error} (says {path.name})") from error
+    return OwnTask(kind(sections), name=path.name)
 
 
 def sources(task: str) -> dict[str, str]:
@@ -90,41 +97,20 @@ def _module(path: Path) -> ModuleType:
             f"task is {path}, but Python finds {found} by the name {name!r}. Give the file another name, such as "
             f"my_{name.replace('-', '_')}.py"
         )
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _OURS or not ((path.parent / package).exists() or (path.parent / f"{package}.py").exists()):
-            raise
-        raise RecipeError(
-            f"{path.name} imports {error.name}, but Python finds Samerun's own package {package} ({error}): give yours "
-            f"another name, such as my_{package}"
-        ) from error
-
-
-def _sections(module: ModuleType, read: Any, path: Path) -> Any:
-    """Build the file's own `Sections` with the values that were read. Raises RecipeError for what it refuses."""
-    own = getattr(module, task_file.SECTIONS)
-    kinds = get_type_hints(own)
-    try:
-        return own(**{section.name: kinds[section.name](**vars(getattr(read, section.name))) for section in fields(read)})
-    except (ValueError, TypeError, AssertionError) as error:
-        raise RecipeError(f"{error} (says {path.name})") from error
+    return importlib.import_module(name)
 
 
 class ModelProxy:
     """Calls the model, with floating-point inputs in the precision it wants, and counts the calls. Refuses all else."""
 
-    def __init__(self, model: Any, form: Form, *, caller: str, limit: int | None = None) -> None:
-        """`caller` is the method's name (`MyTask.loss`), which may call the model `limit` times; None: any number."""
-        self._model, self._form, self._caller, self._limit = model, form, caller, limit
+    def __init__(self, model: Any, form: Form, *, caller: str) -> None:
+        """`caller` is the method's name (`MyTask.loss`)."""
+        self._model, self._form, self._caller = model, form, caller
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
         self.calls += 1
-        if self._limit is not None and self.calls > self._limit:
-            self.refuse("called the model a second time for one batch")
         args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
         return self._model(*args, **kwargs)
 
@@ -274,19 +260,39 @@ class OwnTask(Task):
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the task's loss, which has called the model once. Raises NeedsData if it cannot do without numbers."""
         of = f"{self._class}.loss"
-        proxy = ModelProxy(model, self._form, caller=of, limit=1)
+        proxy = ModelProxy(model, self._form, caller=of)
         with _needs_data(is_trial=batch["samples"].is_meta):
-            loss = _loss(self.of_user.loss(proxy, batch), of=of, samples=len(batch["samples"]))
-        if not proxy.calls:
-            proxy.refuse("did not call the model")
-        return loss
+            found = self.of_user.loss(proxy, batch)
+            if not isinstance(found, Loss):
+                raise TrainingError(
+                    f"{of} returned {described(found)}, but must return Loss(mean, count) of samerun: the mean over the "
+                    "samples of the batch, and their number; or Loss.of(sum, count)"
+                )
+            mean = found.mean
+            is_number = isinstance(mean, Tensor) and mean.ndim == 0 and mean.is_floating_point()
+            if not is_number or (torch.is_grad_enabled() and not mean.requires_grad):
+                raise TrainingError(
+                    f"the mean of {of} is {described(mean)}, but must be one number with a gradient: take .mean() of what "
+                    "follows from model(...), without .detach(), .item() or torch.no_grad() in between"
+                )
+            count = len(batch["samples"]) if found.count is None else _number(found.count, what=f"the count of {of}")
+            sums = {name: _pair(name, pair, of, mean.device) for name, pair in found.sums.items()}
+        if proxy.calls != 1:
+            proxy.refuse(f"called the model {proxy.calls} times for one batch")
+        return Loss(mean, count, sums)
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
     def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return the task's scores, or its loss and the loss's sums."""
         if not overrides(self, "metrics"):
-            return _as_scores(self.loss(model, batch), counts=bool((batch["numbers"] >= 0).any()))
+            loss = self.loss(model, batch)
+            mean = loss.mean.detach().double()
+            count = torch.as_tensor(loss.count, device=mean.device).double()
+            found: Any = {"loss": (torch.where(count > 0, mean * count, 0.0), count), **loss.sums}
+            if not (batch["numbers"] >= 0).any():  # only padding: it counts nothing
+                found = {name: (torch.zeros_like(total), torch.zeros_like(of)) for name, (total, of) in found.items()}
+            return Scores(found)
         of = f"{self._class}.metrics"
         found = self.of_user.metrics(ModelProxy(model, self._form, caller=of), batch, valid)
         if not isinstance(found, Scores) or (found.rows is not None and len(found.rows) != len(valid)):
@@ -372,32 +378,6 @@ def _given(samples: Any) -> Any:
     return mapped(samples, lambda it: it.given if isinstance(it, OwnSamples) else it)
 
 
-def _loss(found: Any, *, of: str, samples: int) -> Loss:
-    """Return the loss as the application takes it. Raises TrainingError for what is none."""
-    if not isinstance(found, Loss):
-        raise TrainingError(
-            f"{of} returned {described(found)}, but must return Loss(mean, count) of samerun: the mean over the samples of the "
-            "batch, and their number; or Loss.of(sum, count)"
-        )
-    mean = found.mean
-    is_number = isinstance(mean, Tensor) and mean.ndim == 0 and mean.is_floating_point()
-    if not is_number or (torch.is_grad_enabled() and not mean.requires_grad):
-        raise TrainingError(
-            f"the mean of {of} is {described(mean)}, but must be one number with a gradient: take .mean() of what follows from "
-            "model(...), without .detach(), .item() or torch.no_grad() in between"
-        )
-    count = samples if found.count is None else _number(found.count, what=f"the count of {of}")
-    sums = {
-        name: pair if isinstance(pair, Later) else Later(_unchanged, _pair(name, pair, of, mean.device))
-        for name, pair in found.sums.items()
-    }
-    return Loss(mean, count, sums)
-
-
-def _unchanged(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return totals, counts
-
-
 def _number(count: Any, *, what: str) -> Any:
     """Return a count, a number or a scalar tensor; a whole number is an int. Raises TrainingError for what is none."""
     is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
@@ -412,14 +392,3 @@ def _pair(name: str, pair: Any, of: str, device: torch.device) -> tuple[Tensor, 
         raise TrainingError(f"{of} returned {name!r} as {described(pair)}, but must return (sum, count)")
     total, count = (torch.as_tensor(part, device=device).detach().double() for part in pair)
     return total, count
-
-
-def _as_scores(loss: Loss, *, counts: bool) -> Scores:
-    """Return the loss of a batch as scores, or zeros of their shapes, which count nothing."""
-    mean = loss.mean.detach().double()
-    count = torch.as_tensor(loss.count, device=mean.device).double()
-    sums = {"loss": (torch.where(count > 0, mean * count, 0.0), count)}
-    for name, later in loss.sums.items():
-        total, of = later.of(*(tensor[None] for tensor in later.tensors))
-        sums[name] = total[0].double(), torch.as_tensor(of, device=mean.device).double().flatten()[0]
-    return Scores(sums if counts else {name: (torch.zeros_like(mean), torch.zeros_like(mean)) for name in sums})

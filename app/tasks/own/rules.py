@@ -7,7 +7,6 @@ a training pass over four samples does, without the backward pass.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from app.init.model_tensors import is_sharded
 from app.optim import parameter_groups
 from app.recipe.schema import Recipe
 from app.task import Form, Loss, Task
-from app.tasks.own.own_samples import are_same, evenly
+from app.tasks.own.own_samples import are_same, evenly, first_difference
 
 _DRAW = "Take random numbers from `rng`, and nothing from torch's, NumPy's or Python's generators or from one of your own."
 _EXACT, _ROUGH = 1e-5, 1e-2
@@ -59,11 +58,10 @@ class _Pass:
     """First dimensions of the inputs of dropout layers (`PassDraws.counted`)."""
     leaves: Mapping[int, Tensor]
     """Trainable tensors that the loss depends on, by `id`."""
-    calls: Sequence[str]
-    """Of the model, "", and of its parts past it, by their names."""
-    draws_in_model: bool
-    draws_in_loss: bool
-    """Whether torch's generators were used by the model, and outside of it."""
+    past: Sequence[str]
+    """Parts of the model that were called outside its own call, by their names."""
+    draws: bool
+    """Whether torch's generators were used."""
 
 
 def has_room(runtime: Runtime, model: nn.Module, *, divided: bool) -> bool:
@@ -119,26 +117,33 @@ def check(
             return _forward(task, model, batch, dropout)
 
     whole = ready(numbers)
-    _compare_fields(whole, ready(numbers), 0, "the same batch ready again", _SAME)
+    _compare_batches(whole, ready(numbers), 0, "the same batch ready again", _SAME)
     for place, part in enumerate(halves):
-        _compare_fields(whole, ready(part), place * half, "half of the batch ready", _ROUNDING)
+        _compare_batches(whole, ready(part), place * half, "half of the batch ready", _ROUNDING)
     original = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     parameter_groups.set_training(model.to(device), mode=True)
     stored = [layer.eval() for layer in batchnorms(model).values() if layer.training]
     with eager:
         first_pass = forward(numbers)
-        _check_calls(first_pass)
+        if first_pass.past:
+            parts = listed(list(dict.fromkeys(first_pass.past)), 4)
+            raise _broken(
+                "one call",
+                f"`loss` calls {parts} of the model directly: it must call model(...) exactly once, and none of its parts. "
+                "Outside that call FSDP2 and ZeRO have only shards of the weights, and DDP sees no other call. Do everything "
+                "that needs weights in `forward`.",
+            )
         found = [forward(part) for part in reversed(halves)][::-1]
         before = found[0] if found else first_pass
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         again = forward(halves[0] if halves else numbers)
     _check_leaves(model, first_pass, again)
     _check_state(model, buffers, before.loss, again.loss, tolerance=tolerance)
-    if first_pass.draws_in_model and plan.passes * tensor_parallel > 1:  # else a note reports it
+    if first_pass.draws and plan.passes * tensor_parallel > 1:  # else a note reports it
         raise TrainingError(dropout.said_of_others(plan, parts=tensor_parallel))
     dropout.compare(first_pass.rows, [one.rows for one in found])
     # A batch normalization without running statistics computes those of the pass: a note reports it.
-    if found and not first_pass.draws_in_model and all(layer.running_mean is not None for layer in stored):
+    if found and not first_pass.draws and all(layer.running_mean is not None for layer in stored):
         check_halves(first_pass.loss, *(one.loss for one in found), tolerance=tolerance)
     parameter_groups.set_training(model.to(home), mode=True)
     with torch.no_grad():
@@ -156,49 +161,39 @@ def _sizes(recipe: Recipe, micro_batch: int) -> tuple[int, int]:
     return 2 * half or most, half
 
 
-def _compare_fields(whole: Batch, other: Batch, first_row: int, what: str, rounding: float) -> None:
+def _compare_batches(whole: Batch, other: Batch, first_row: int, what: str, rounding: float) -> None:
     """Raise TrainingError if a sample of another batch differs from that of the whole one, from `first_row` on."""
-    size, of_other = len(whole["samples"]), len(other["samples"])
-    for name, value in whole.items():
-        theirs = other.get(name)
-        if name == "samples" or not (isinstance(value, Tensor) and isinstance(theirs, Tensor)):
-            continue
-        if (value.shape[:1], theirs.shape[:1]) != ((size,), (of_other,)):
-            continue  # no row for each sample
-        for row in range(of_other):
-            if not are_same(value[first_row + row].detach(), theirs[row].detach(), rounding):
-                raise _broken(
-                    "ready",
-                    f"{name} of sample {int(whole['samples'][first_row + row])} changes when the same process makes {what}: "
-                    "`preprocess` depends on something other than its arguments, such as random state, earlier calls or "
-                    f"the other samples of its batch. {_DRAW}",
-                )
+    by_sample = {name: it for name, it in whole.items() if isinstance(it, Tensor) and it.shape[:1] == whole["samples"].shape}
+    if found := first_difference(by_sample, other, range(first_row, first_row + len(other["samples"])), rounding):
+        name, row = found
+        raise _broken(
+            "ready",
+            f"{name} of sample {int(whole['samples'][row])} changes when the same process makes {what}: `preprocess` depends "
+            "on something other than its arguments, such as random state, earlier calls or the other samples of its batch. "
+            f"{_DRAW}",
+        )
 
 
 def _forward(task: Task, model: nn.Module, batch: Batch, dropout: PassDraws) -> _Pass:
     """Compute the loss of a batch, and note what is called and drawn."""
     torch.manual_seed(0)
-    calls, inside, states = list[str](), [False], [_generators(batch)]
-
-    def cross(*_: Any) -> None:
-        """Note that the model's forward pass begins or ends."""
-        inside[0] = not inside[0]
-        states.append(_generators(batch))
+    past, inside = list[str](), list[bool]()
 
     def note(name: str) -> Any:
-        return lambda *_: None if inside[0] else calls.append(name)
+        return lambda *_: None if inside else past.append(name)
 
-    parts = [(name, part) for name, part in model.named_modules() if not name or next(part.parameters(), None) is not None]
-    hooks = [part.register_forward_pre_hook(note(name)) for name, part in parts]
-    hooks += [model.register_forward_pre_hook(cross), model.register_forward_hook(cross)]
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: inside.append(True)),
+        model.register_forward_hook(lambda *_: inside.clear()),
+        *(part.register_forward_pre_hook(note(name)) for name, part in model.named_modules() if name and [*part.parameters()]),
+    ]
+    before = _generators(batch)
     with dropout.counted() as rows:
         loss = task.loss(model, batch)
     for hook in hooks:
         hook.remove()
-    states.append(_generators(batch))
-    draws = [not all(map(torch.equal, *pair)) for pair in itertools.pairwise(states)]
-    leaves = _leaves(loss.mean)
-    return _Pass(Loss(loss.mean.detach(), loss.count), rows, leaves, calls, any(draws[1::2]), any(draws[::2]))
+    draws = not all(map(torch.equal, before, _generators(batch)))
+    return _Pass(Loss(loss.mean.detach(), loss.count), rows, _leaves(loss.mean), past, draws)
 
 
 def _generators(batch: Batch) -> list[Tensor]:
@@ -217,19 +212,6 @@ def _leaves(loss: Tensor) -> dict[int, Tensor]:
             ahead += [before for before, _ in node.next_functions]
     leaves = [node.variable for node in seen if hasattr(node, "variable")]
     return {id(leaf): leaf for leaf in leaves}
-
-
-def _check_calls(first: _Pass) -> None:
-    if [*first.calls] != [""]:
-        parts = listed(list(dict.fromkeys(filter(None, first.calls))), 4)
-        what = f"calls {parts} of the model directly" if parts else f"calls the model {len(first.calls)} times"
-        raise _broken(
-            "one call",
-            f"`loss` {what}: it must call model(...) exactly once, and none of its parts. Outside that call FSDP2 and ZeRO "
-            "have only shards of the weights, and DDP sees no other call. Do everything that needs weights in `forward`.",
-        )
-    if first.draws_in_loss:
-        raise _broken("loss", f"`loss` draws random numbers outside model(...). {_DRAW}")
 
 
 def _check_leaves(model: nn.Module, first: _Pass, again: _Pass) -> None:
@@ -280,8 +262,6 @@ def check_halves(whole: Loss, *halves: Loss, tolerance: float = _EXACT) -> None:
     if any(0 < counted < 1 for counted in counts):
         return  # of weights, say: Loss.of divides by 1 at least, and a pass of the run counts more than these few samples
     means, mean = [float(half.mean) for half in halves], float(whole.mean)
-    if any(counted == 0 and not np.isfinite(one) for one, counted in zip(means, counts, strict=True)):
-        raise _broken("loss", "the loss of samples that count nothing is not finite: return Loss.of(sum, count)")
     together = sum(one * counted for one, counted in zip(means, counts, strict=True)) / max(count, 1)
     if _far(mean, together, size=max(map(abs, means)), tolerance=tolerance):
         raise _broken(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from languages import save_network
 from processes import train
@@ -18,10 +17,9 @@ from trl import SFTConfig, SFTTrainer
 
 from app.errors import DataError
 from app.tasks.causal_lm.data import store
-from app.tasks.causal_lm.data.chat import Examples, Unusable
 from app.tasks.causal_lm.data.command import main
 from app.tasks.causal_lm.data.rows import Rows
-from app.tasks.causal_lm.data.tokenizers import open_tokenizer
+from app.tasks.causal_lm.data.tokenizers import Examples, Unusable, open_tokenizer
 
 PAIRS = [
     {"prompt": "Call me", "completion": " Ishmael."},
@@ -147,7 +145,6 @@ def test_packed_examples_are_whole_and_can_be_inspected(
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("text", {"prompt": "a", "completion": 3}, "prompt holds str, completion holds int: expected two texts"),
     ("text", {"messages": TALKS[0]}, "messages need a tokenizer with a chat template, and this one has none"),
-    ("marked", {"messages": ["hello"]}, "a message is str: expected an object with role and content"),
     ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
     ("marked", {"messages": TALKS[0], "tools": "no JSON"}, "tools is no JSON"),
     ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
@@ -178,7 +175,3 @@ def test_an_exported_model_stops_at_the_end_of_a_turn(tokenizers: dict[str, str]
     end = AutoTokenizer.from_pretrained(run).eos_token_id
     network = LlamaForCausalLM.from_pretrained(run)
     assert network.config.eos_token_id == network.generation_config.eos_token_id == [end, 0]
-    with torch.no_grad():
-        network.lm_head.weight.zero_()
-    network.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(end), 600).float())
-    assert network.generate(torch.tensor([[5, 6]]), max_new_tokens=9, do_sample=False).tolist() == [[5, 6, end]]

@@ -13,16 +13,16 @@ from languages import save_network
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from app.errors import DataError, DeviceError, RunFolderError
+from app.tasks.causal_lm import generate
 from app.tasks.causal_lm.data.tokenizers import Bytes
-from app.tasks.causal_lm.generate import PROMPT_TOKENS, SAMPLE_TOKENS, Streamer, continuations, samples
-from app.tools import generate_command as generate
+from app.tasks.causal_lm.generate import PROMPT_TOKENS, SAMPLE_TOKENS, Streamer, continuations
 
 TEXT = "Call me Ishmäel"
 
 
-def save_llama(folder: Path) -> Path:
-    """A Llama of bytes with random weights, as transformers writes it."""
-    save_network(folder, max_position_embeddings=64, initializer_range=0.5)
+def save_llama(folder: Path, architecture: str = "llama") -> Path:
+    """A Llama, or another network, of bytes with random weights, as transformers writes it."""
+    save_network(folder, architecture, max_position_embeddings=64, initializer_range=0.5)
     for name, content in Bytes().files().items():
         (folder / name).write_bytes(content)
     return folder
@@ -98,14 +98,11 @@ def test_a_space_that_a_token_begins_with_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_command_reads_stdin(llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = []
-    for words, typed in (([TEXT], ""), ([], TEXT)):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert generate.main([str(llama), *words, "--max-tokens", "9", "--temperature", "0"]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-    assert outputs[0].startswith(TEXT)
-    assert len(outputs[0]) > len(TEXT) + 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    assert generate.main([str(llama), "--max-tokens", "9", "--temperature", "0"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(TEXT)
+    assert len(output) > len(TEXT) + 1
 
 
 def test_a_full_window_is_reported(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,13 +166,7 @@ def test_samples_continue_as_the_model_does(tmp_path: Path) -> None:
 def test_samples_are_drawn_by_the_generator_with_the_probabilities_of_the_model(llama: Path) -> None:
     """In 4000 equal rows: chi-squared of the 257 counts, within five standard deviations of its mean."""
     model = LlamaForCausalLM.from_pretrained(llama).eval()
-    tokens = torch.randint(97, 122, (2, 64), generator=torch.Generator().manual_seed(1))
-    found = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        found.append(samples(model, tokens, Bytes()))
-    assert found[0] == found[1] != found[2]
-    assert [prompt for prompt, _ in found[0]] == [bytes(row[:PROMPT_TOKENS].tolist()).decode() for row in tokens]
+    torch.manual_seed(1)
     model.lm_head.weight.mul_(0.1)
     rows = torch.full((4000, 2), 97)
     expected = 4000 * model(rows[:1, :1]).logits[0, -1].double().softmax(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.samples import LooksUp
 from app.errors import DataError
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.store import Tokens, embedded_documents, open_embedded, open_split
@@ -36,18 +35,12 @@ def written(folder: Path, texts: list[list[int]], counted: list[list[bool]] | No
 
 
 def fetched(rows: Rows, order: list[int]) -> list[dict[str, Any]]:
-    """Each row in the order of its index, out of one batch in this order; what `count` says is checked."""
+    """Each row in the order of its index, out of one batch in this order; what `count` returns is checked."""
     indices = np.array(order)
     batch = {name: field.numpy() for name, field in rows.fetch(indices, None).items()}
-    again = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in rows.layout.items()}
-    assert isinstance(rows, LooksUp)
-    rows.fetch_into(indices, again)
-    for name, field in again.items():
-        assert np.array_equal(field, batch[name])
     everything = np.ones((len(indices), rows.sequence_length), bool)
     assert rows.count(indices).tolist() == batch.get("counted", everything).sum(1).tolist()
-    back = np.argsort(indices)
-    return [{name: field[at] for name, field in batch.items()} for at in back]
+    return [{name: field[at] for name, field in batch.items()} for at in np.argsort(indices)]
 
 
 texts = st.lists(
@@ -55,79 +48,54 @@ texts = st.lists(
 ).filter(lambda found: sum(map(len, found)) > 1)
 
 
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), found=texts, length=st.integers(1, 12), masked=st.booleans())
-def test_concatenated_rows_have_every_target_once(
-    data: st.DataObject, found: list[list[tuple[int, bool]]], length: int, masked: bool
+@settings(deadline=None, max_examples=120)
+@given(data=st.data(), found=texts, length=st.integers(1, 12), masked=st.booleans(), packs=st.booleans())
+def test_rows_have_every_target_once(
+    data: st.DataObject, found: list[list[tuple[int, bool]]], length: int, masked: bool, packs: bool
 ) -> None:
-    documents, training = data.draw(st.booleans(), label="documents"), data.draw(st.booleans(), label="training")
+    """Concatenated, every token but the first; packed, every token but the first of each document, and no document is cut."""
+    documents, training = packs or data.draw(st.booleans(), label="documents"), data.draw(st.booleans(), label="training")
     stream = [token for text in found for token, _ in text]
     flags = [flag or not masked for text in found for _, flag in text]
     number = [document for document, text in enumerate(found) for _ in text]
     with tempfile.TemporaryDirectory() as folder:
         answers = [[flag for _, flag in text] for text in found] if masked else None
-        split = written(Path(folder, "out"), [[token for token, _ in text] for text in found], answers, None)
-        rows = Rows(split, length, document_masks=documents, training=training)
-        got = fetched(rows, data.draw(st.permutations(range(len(rows)))))
-    whole = (len(stream) - 1) // length
-    left_out = (len(stream) - 1) % length if training and whole else 0
-    assert rows.dropped_targets == left_out
-    targets: list[int] = []
-    for index, row in enumerate(got):
-        start = index * length
-        expected = stream[start : start + length + 1]
-        assert row["tokens"].tolist() == expected + [0] * (length + 1 - len(expected))
-        valid = [*flags[start + 1 : start + length + 1], *[False] * length][:length]
-        assert row.get("counted", np.ones(length, bool)).tolist() == valid
-        targets += [start + 1 + at for at in range(length) if valid[at]]
-        assert row["bytes"] == sum(int(TABLE[stream[start + 1 + at]]) for at in range(length) if valid[at])
-        if documents:
-            own = number[start : start + length]
-            padding = [own[-1] + 1] * (length - len(own))
-            assert row["documents"].tolist() == [document - own[0] for document in own + padding]
-        assert ("documents" in row) == documents
-    assert targets == [at for at in range(1, len(stream) - left_out) if flags[at]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), found=texts, length=st.integers(1, 12), masked=st.booleans())
-def test_packed_rows_cut_no_document_and_lose_none(
-    data: st.DataObject, found: list[list[tuple[int, bool]]], length: int, masked: bool
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [[flag for _, flag in text] for text in found] if masked else None
-        split = written(Path(folder, "out"), [[token for token, _ in text] for text in found], answers, length)
-        rows = Rows(split, None, document_masks=True, training=data.draw(st.booleans()))
+        tokens = [[token for token, _ in text] for text in found]
+        split = written(Path(folder, "out"), tokens, answers, length if packs else None)
+        rows = Rows(split, None if packs else length, document_masks=documents, training=training)
         got = fetched(rows, data.draw(st.permutations(range(len(rows)))))
     starts = np.cumsum([0, *map(len, found)]).tolist()
-    stream = [pair for text in found for pair in text]
-    # Whole documents, and of a long one pieces that go on from the last token of the one before.
-    expected = [
-        (start + at, min(len(text) - at, length + 1))
-        for start, text in zip(starts, found, strict=False)
-        for at in range(0, max(len(text) - 1, 1), length)
-    ]
-    assert split.packed is not None
-    spans, bounds = split.packed.spans.tolist(), split.packed.rows.tolist()
-    assert sorted(map(tuple, spans)) == sorted(expected)
-    targets = []
-    for row, first, end in zip(got, bounds[:-1], bounds[1:], strict=True):
-        tokens, counted, documents = [], [], []
-        for number, (start, size) in enumerate(spans[first:end]):
-            piece = stream[start : start + size]
-            tokens += [token for token, _ in piece]
-            counted += [at > 0 and (flag or not masked) for at, (_, flag) in enumerate(piece)]
-            documents += [number] * size
-            targets += [start + at for at in range(size) if counted[at - size]]
-        padding = length + 1 - len(tokens)
+    if split.packed is not None:
+        spans, bounds = split.packed.spans.tolist(), split.packed.rows.tolist()
+        # Whole documents, and of a long one pieces that continue from the last token of the piece before.
+        assert sorted(map(tuple, spans)) == sorted(
+            (start + at, min(len(text) - at, length + 1))
+            for start, text in zip(starts, found, strict=False)
+            for at in range(0, max(len(text) - 1, 1), length)
+        )
+        pieces_of, left_out = [spans[first:end] for first, end in pairwise(bounds)], 0
+    else:
+        whole, rest = divmod(len(stream) - 1, length)
+        left_out = rest if training and whole else 0
+        pieces_of = [[(at, min(length + 1, len(stream) - at))] for at in range(0, len(stream) - 1 - left_out, length)]
+    assert rows.dropped_targets == left_out
+    targets: list[int] = []
+    for row, pieces in zip(got, pieces_of, strict=True):
+        places = [start + at for start, size in pieces for at in range(size)]
+        counted = [at > 0 and flags[start + at] for start, size in pieces for at in range(size)]
+        own = [place for place, counts in zip(places, counted, strict=True) if counts]
+        targets += own
+        padding = length + 1 - len(places)
         assert padding >= 0
-        assert row["tokens"].tolist() == tokens + [0] * padding
-        assert row["counted"].tolist() == (counted + [False] * padding)[1:]
-        documents += [end - first] * padding
-        assert np.array_equal(np.diff(row["documents"]) != 0, np.diff(documents[:-1]) != 0)
-        assert row["bytes"] == sum(int(TABLE[token]) for token, flag in zip(tokens, counted, strict=True) if flag)
-    begins = set(starts)
-    assert sorted(targets) == [at for at, (_, flag) in enumerate(stream) if at not in begins and (flag or not masked)]
+        assert row["tokens"].tolist() == [*(stream[place] for place in places), *[0] * padding]
+        assert row.get("counted", np.ones(length, bool)).tolist() == [*counted, *[False] * padding][1:]
+        assert row["bytes"] == sum(int(TABLE[stream[place]]) for place in own)
+        assert ("documents" in row) == documents
+        if documents:
+            expected = [*(number[place] for place in places), *[-1] * padding][:-1]
+            assert np.array_equal(np.diff(row["documents"]) != 0, np.diff(expected) != 0)
+    without = starts if packs else [0]
+    assert sorted(targets) == [at for at in range(len(stream) - left_out) if at not in without and flags[at]]
 
 
 def test_the_embedded_text_is_all_there() -> None:

@@ -119,7 +119,6 @@ BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", lines("words"), {}, "no column 'text'; there are 'number', 'words': choose one with --column"),
     ("a.txt", b"good\xff", {}, "not UTF-8 (invalid start byte 4 bytes further on): convert it"),
     ("a.jsonl.gz", gzip.compress(lines())[:-9], {}, "a.jsonl.gz cannot be read to its end (Compressed file ended"),
-    ("a.jsonl.zst", two_frames(lines())[:-9], {}, "a.jsonl.zst cannot be read to its end (Compressed file ended before"),
     ("a.doc", b"", {}, "a.doc has an unknown suffix (known: .txt, "),
     ("a.parquet", b"", {"columns": ("words",)}, "has no column 'words'; there are 'number', 'text'"),
     ("a.jsonl", b"", {"split": "more"}, "the split more is for data sets, and all sources are files"),

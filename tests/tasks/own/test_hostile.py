@@ -35,12 +35,10 @@ def test_nothing_that_reads_a_run_folder_runs_its_code(digits_run: Path, tmp_pat
 
     reading = [
         ["report", str(run)],
-        ["curves", str(run), "--out", str(tmp_path / "curves.png")],
         ["compare", str(run), str(digits_run)],
         ["watch", str(run), "--once"],
         ["verify", str(run)],
         ["launch", "--dry-run", "--preset", "cpu", "--recipe", str(run / "recipe.yaml")],
-        ["submit", "--dry-run", "--scheduler=slurm", "--nodes=1", "--time=0:10:00", "--recipe", str(run / "recipe.yaml")],
     ]
     for words in reading:
         done = subprocess.run([sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, check=False)
@@ -48,14 +46,7 @@ def test_nothing_that_reads_a_run_folder_runs_its_code(digits_run: Path, tmp_pat
         assert not marker.exists(), words
         assert done.returncode == 0 or words[0] == "compare", (words, done.stdout, done.stderr)
     (run / "run.json").unlink()  # the other files mark a run folder as well
-    picture = next(Path(__file__).parents[2].rglob("*.py"))
-    for words in (
-        ["app.predict", str(run), str(picture)],
-        ["app.evaluate", str(run)],
-        ["app.train", "--recipe", str(run / "recipe.yaml")],
-    ):
-        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
-        assert done.returncode != 0
-        assert "code in a run folder is never executed" in done.stderr, (words, done.stderr)
-        assert not marker.exists(), words
-    assert RecipeError.exit_code == done.returncode
+    done = subprocess.run([sys.executable, "-m", "app.evaluate", str(run)], capture_output=True, text=True, check=False)
+    assert "code in a run folder is never executed" in done.stderr, done.stderr
+    assert done.returncode == RecipeError.exit_code
+    assert not marker.exists()

@@ -15,8 +15,8 @@ from app.distributed import sample_dropout
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import TrainingError
-from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load
+from app.recipe.schema import BatchPlan
 from app.task import Form, Loss
 from app.tasks.own import rules
 
@@ -26,7 +26,6 @@ BROKEN = {
     "a sum given as mean": "(loss): the loss of a batch is ",
     "a mean of means": "(loss): the loss of a batch is ",
     "a buffer updated in forward": "(loss): the model changes its buffers (center) in each forward pass",
-    "random numbers in the loss": "(loss): `loss` draws random numbers outside model(...)",
     "random numbers of its own": "`loss` or the model draws random numbers, or keeps state between passes",
     "random in ready": "(ready): x of sample ",
     "a part past the model": "(one call): `loss` calls body, last of the model directly",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +13,8 @@ import numpy as np
 
 from app import tasks
 from app.environment import host
-from app.errors import DataError, UsageError
-from app.files import paths
+from app.errors import DataError, UsageError, printable
+from app.files import text_files
 from app.options import Parser, names, not_negative, positive, share
 from app.recipe import recipe_file
 from app.tasks.causal_lm.data import store, texts
@@ -25,7 +24,6 @@ from app.tasks.causal_lm.data.tokenizers import Tokenizer, open_tokenizer
 _SHOWN_ROW_TOKENS, _SHOWN_ROWS = 256, 3
 _PACKED_ROW_TOKENS = 1024
 _QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SOURCES = (
     "Sources are files, folders, patterns with *, or names of hub data sets. A text file (.txt) is one document, or several "
     "with --document-separator between them. A JSON-lines file (.jsonl, .ndjson, .json) has one object per line. Both may be "
@@ -177,7 +175,7 @@ def _opened(source: str, overrides: Sequence[str]) -> tuple[dict[str, Rows], str
     else:
         recipe = recipe_file.load(source, overrides).recipe
         task, data_path = tasks.of(recipe), recipe.sections.data.path
-        data_path = data_path and paths.filled_in("data.path", data_path)
+        data_path = data_path and text_files.filled_in("data.path", data_path)
         samples = {split: task.samples(split) for split in store.SPLITS}
         opened = {split: (it.split, it.sequence_length) for split, it in samples.items() if it is not None}
     rows = {
@@ -207,4 +205,4 @@ def _row(rows: Rows, number: int, tokenizer: Tokenizer, split: str) -> Iterator[
         for first, last in itertools.pairwise(edges):
             part = tokenizer.decode(tokens[first:last].tolist(), special=True)
             text += "{+" + part + "+}" if rows.split.counted is not None and counted[first] else part
-        yield _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        yield printable(text)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.samples import Layout
 from app.errors import DataError
 from app.tasks.causal_lm.data.store import Tokens
 
@@ -33,7 +32,7 @@ class Rows:
     """
 
     workers: ClassVar[bool] = False
-    remedy: ClassVar[str] = "copy the token folder to a local disk"
+    is_array: ClassVar[bool] = True
 
     def __init__(
         self, split: Tokens, sequence_length: int | None, *, document_masks: bool = False, training: bool = False
@@ -85,19 +84,6 @@ class Rows:
         kind = "packed rows" if self.split.packed is not None else "rows"
         return f"{self.split.fingerprint} in {kind} of {self.sequence_length}{' with document masks' if self._masks else ''}"
 
-    @property
-    def layout(self) -> Layout:
-        """Shape, without the batch, and type of each field."""
-        length = self.sequence_length
-        fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {"tokens": ((length + 1,), np.dtype(np.int32))}
-        if self._some_count:
-            fields["counted"] = (length,), np.dtype(np.bool_)
-        if self._masks:
-            fields["documents"] = (length,), np.dtype(np.int32)
-        if self._token_bytes is not None:
-            fields["bytes"] = (), np.dtype(np.int32)
-        return fields
-
     def count(self, indices: np.ndarray) -> np.ndarray:
         """Return how many targets count in each of these rows, int64 [B], without a look at the tokens."""
         if self.split.counts is not None:
@@ -113,15 +99,8 @@ class Rows:
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002  nothing is random
         """Return the rows, in the fields listed for the class. Raises DataError for a token outside the vocabulary."""
-        memory = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in self.layout.items()}
-        self.fetch_into(indices, memory)
-        return {name: torch.from_numpy(array) for name, array in memory.items()}
-
-    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        """Write what `fetch` returns into the fields' arrays."""
         places, end = self._places(indices), len(self.split.tokens)
-        tokens = memory["tokens"]
-        tokens[:] = self.split.tokens[np.minimum(places, end - 1)]
+        tokens = self.split.tokens[np.minimum(places, end - 1)].astype(np.int32)
         tokens[places == end] = 0
         unsigned = tokens.view(np.uint32)  # a damaged file of 32 bits may have numbers beyond int32 as well
         if int(unsigned.max(initial=0)) >= self.split.vocab_size:
@@ -130,16 +109,18 @@ class Rows:
                 f"row {row} of {self.split.where} has the token {unsigned.max()}, but the vocabulary has "
                 f"{self.split.vocab_size}: the file is damaged, or belongs to another vocabulary"
             )
-        if "counted" in memory:
-            memory["counted"][:] = self._counted(places)
-        if "documents" in memory:
+        fields = {"tokens": tokens}
+        if self._some_count:
+            fields["counted"] = self._counted(places)
+        if self._masks:
             numbers = self._documents(places)
-            memory["documents"][:] = (numbers - numbers[:, :1])[:, :-1]
+            fields["documents"] = (numbers - numbers[:, :1])[:, :-1].astype(np.int32)
         if self._token_bytes is not None:
             sizes = self._token_bytes.take(tokens[:, 1:])
-            if "counted" in memory:
-                sizes *= memory["counted"]
-            np.sum(sizes, axis=1, out=memory["bytes"])
+            if self._some_count:
+                sizes *= fields["counted"]
+            fields["bytes"] = sizes.sum(1, dtype=np.int32)
+        return {name: torch.from_numpy(field) for name, field in fields.items()}
 
     def _places(self, indices: np.ndarray) -> np.ndarray:
         """Return the places in the split of all tokens of rows, int64 [B, S + 1]; padding is at the end of the split."""

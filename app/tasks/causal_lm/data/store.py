@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.errors import DataError
-from app.files import paths
+from app.files import text_files
 from app.files.atomic_files import sha256_of
-from app.files.lines import parsed
+from app.files.text_files import parsed
 from app.tasks.causal_lm.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 
 SPLITS = ("train", "validation", "test")
@@ -144,11 +144,13 @@ def _opened(folder: Path, split: str, stored: Mapping[str, Any], entry: Mapping[
             mapped(f"{split}.pieces", "<i8", (int(entry["pieces"]), 2)), mapped(f"{split}.rows", "<i8", (rows + 1,))
         )
         counts = mapped(f"{split}.counts", "<i4", (rows,))
+    digests = {name: file["sha256"] for name, file in sorted(entry["files"].items())}
+    made_of = [stored["format"], stored["dtype"], stored["sequence_length"], tokenizer["digest"], digests]
     return Tokens(
         where=f"the split {split} of {folder}",
         tokens=mapped(f"{split}.bin", {"uint16": "<u2", "uint32": "<u4"}[stored["dtype"]], (tokens,)),
         vocab_size=vocabulary,
-        fingerprint=fingerprint_of(stored, entry),
+        fingerprint=hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32],
         tokenizer={key: value for key, value in tokenizer.items() if key != "files"},
         documents=mapped(f"{split}.documents", "<u8", (int(entry["documents"]) + 1,)),
         counted=mapped(f"{split}.counted", "u1", (-(-tokens // 8),)) if stored["answers"] else None,
@@ -157,13 +159,6 @@ def _opened(folder: Path, split: str, stored: Mapping[str, Any], entry: Mapping[
         counts=counts,
         sequence_length=stored["sequence_length"],
     )
-
-
-def fingerprint_of(stored: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
-    """Return a digest of a split: of the digests of its files, and of the tokenizer."""
-    digests = {name: file["sha256"] for name, file in sorted(entry["files"].items())}
-    made_of = [stored["format"], stored["dtype"], stored["sequence_length"], stored["tokenizer"]["digest"], digests]
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
 def _check_file(path: Path, written: Mapping[str, Any]) -> None:
@@ -220,7 +215,7 @@ def stored_tokenizer(data_path: str | None) -> Tokenizer | None:
     """Return the tokenizer of the text at data.path; None: it is not stored with the text."""
     if data_path is None:
         return Bytes()
-    folder = Path(paths.filled_in("data.path", data_path))
+    folder = Path(text_files.filled_in("data.path", data_path))
     tokenizer = about(folder)["tokenizer"]
     if tokenizer["kind"] == "bytes":
         return Bytes()

@@ -5,7 +5,6 @@ How they are split depends on the sources alone. A row is a document, or an exam
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import itertools
 import json
@@ -128,7 +127,7 @@ def _files(source: str, options: SourceOptions, not_read: list[str]) -> list[tup
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
         if not matches:
             raise DataError(f"{source}: no file matches")
-        check_complete(map(Path, matches), wanted=lambda missing: fnmatch.fnmatch(str(missing), str(path)))
+        check_complete(map(Path, matches), pattern=str(path))
         names = [glob.escape(match) if match == source else match for match in matches]
         return [file for name in names for file in _files(name, options, not_read)]
     if path.suffix.lower() in (*KINDS, *SUFFIXES, *_BUILDERS) or source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -172,7 +171,15 @@ def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[FileRange
     except OSError as error:
         raise damaged_file_error(path, error) from None
     if kind == "parquet":
-        yield from _parquet_pieces(path)
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
+        for group in range(metadata.num_row_groups):
+            yield FileRange("parquet", path, group, group + 1, metadata.row_group(group).total_byte_size)
     elif is_compressed(Path(path)) or not (kind == "jsonl" or _is_divisible(options.separator)):
         yield FileRange(kind, path, 0, _ALL, size)
     else:
@@ -184,18 +191,6 @@ def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[FileRange
 def _is_divisible(separator: str | None) -> bool:
     """Return True if a text file can be read from the middle: not if its separator can overlap itself, as two newlines can."""
     return separator is not None and not any(separator.startswith(separator[-n:]) for n in range(1, len(separator)))
-
-
-def _parquet_pieces(path: str) -> Iterator[FileRange]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        metadata = pyarrow.parquet.read_metadata(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
-    for group in range(metadata.num_row_groups):
-        yield FileRange("parquet", path, group, group + 1, metadata.row_group(group).total_byte_size)
 
 
 def _grouped(pieces: Iterable[FileRange]) -> Iterator[tuple[FileRange, ...]]:

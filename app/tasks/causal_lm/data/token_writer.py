@@ -29,10 +29,9 @@ from app.data.preprocessing import in_order, progress
 from app.errors import DataError
 from app.files.atomic_files import Hashed, made_whole
 from app.tasks.causal_lm.data import store, texts
-from app.tasks.causal_lm.data.chat import Examples, Unusable
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, Pieces, blocks_digest
 from app.tasks.causal_lm.data.texts import FileRange, SourceOptions, Texts
-from app.tasks.causal_lm.data.tokenizers import Tokenizer
+from app.tasks.causal_lm.data.tokenizers import Examples, Tokenizer, Unusable
 
 _BATCH_TEXTS, _BATCH_CHARACTERS = 256, 1 << 20
 _BLOCK_DOCUMENTS = 1024

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,11 +31,11 @@ from torch import Tensor
 
 from app.data.draws import HostDraws
 from app.data.preprocessing import cache_folder, one_process_per_node, progress
-from app.data.samples import CHECK, Layout
+from app.data.samples import CHECK
 from app.errors import DataError
 from app.files import other_libraries
 from app.files.atomic_files import made_whole, remove_remains, sync
-from app.files.lines import parsed
+from app.files.text_files import parsed
 from app.tasks.image_classification.data.decoding import Framing, reading
 from app.tasks.image_classification.data.images import (
     Data,
@@ -52,7 +52,7 @@ from app.tasks.image_classification.sections import Sections
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
 FORMAT = 1
-"""Version of this layout, in split.json; other versions are refused."""
+"""Version of this layout, in split.json."""
 CHUNK_BYTES = 4 << 20
 """Images that are read, resized or written at a time, which bounds the memory for building a split of any size."""
 SMALL_BYTES = 8 << 20
@@ -81,32 +81,19 @@ class Mapped:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayImages(Images):
-    """Images of one size in an array: batches are looked up, and written where their memory is."""
+    """Images of one size in an array: batches are looked up."""
 
     workers: ClassVar[bool] = False
-    remedy: ClassVar[str] = "copy them to a local disk (data.stage_to)"
+    is_array: ClassVar[bool] = True
     pixels: Mapped
     """uint8 [N, C, H, W]."""
 
-    @property
-    def layout(self) -> Layout:
-        """Shape, without the batch, and type of images and labels."""
-        return {"images": ((self.channels, *self.image_size), np.dtype(np.uint8)), "labels": ((), np.dtype(np.int64))}
-
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002  nothing is random
         """Return images and labels, as `Images.fetch` describes."""
-        memory = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in self.layout.items()}
-        self.fetch_into(indices, memory)
-        return {name: torch.from_numpy(array) for name, array in memory.items()}
-
-    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        """Write what `fetch` returns into `images`, uint8 [B, C, H, W], and `labels`, int64 [B]."""
         assert self.labels is not None
         # NumPy's look-up stays in this thread: torch's waits for its pool, for a millisecond when other processes are busy.
-        # All indices are legal. Without "clip" NumPy looks up into memory of its own first, to leave the images alone if one
-        # is not, and takes 2.5 times as long.
-        self.pixels.array.take(indices, axis=0, out=memory["images"], mode="clip")
-        memory["labels"][:] = self.labels.take(indices)
+        images, labels = self.pixels.array.take(indices, axis=0), self.labels.take(indices).astype(np.int64)
+        return {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
 def in_array(pixels: Mapped, labels: np.ndarray, classes: Sequence[str], where: str = "") -> ArrayImages:
@@ -195,45 +182,31 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
 def write_split(folder: Path, split: Unstored) -> None:
     """Write a split into `folder`, which is made if it does not exist. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_npy(folder / IMAGES, np.uint8, split.shape, split.chunks)
-    _write_npy(folder / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
+    with (folder / IMAGES).open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.uint8)), "fortran_order": False, "shape": split.shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in split.chunks:
+            assert chunk.dtype == np.uint8, chunk.dtype
+            file.write(np.ascontiguousarray(chunk).data)
+    np.save(folder / LABELS, split.labels.astype(np.int64))
     written = in_array(Mapped.from_npy(folder / IMAGES), other_libraries.array(folder / LABELS), split.classes)
     about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-    for file in (IMAGES, LABELS, ABOUT):
-        sync(folder / file)
+    for name in (IMAGES, LABELS, ABOUT):
+        sync(folder / name)
 
 
 def open_split(folder: Path, remedy: str = "pack it again, or correct data.path") -> ArrayImages:
-    """Return the split in a folder, mapped. Raises DataError if a file is missing, of another layout, or has changed."""
+    """Return the split in a folder, mapped. Raises DataError if a file is missing or has changed."""
     try:
         about = parsed((folder / ABOUT).read_bytes())
-        if about["format"] != FORMAT:
-            raise ValueError(f"its format is {about['format']}, and this version reads {FORMAT}")
-        labels, pixels = np.asarray(other_libraries.array(folder / LABELS)), Mapped.from_npy(folder / IMAGES)
-        kind, dimensions = pixels.array.dtype, pixels.array.ndim
-        if kind != np.uint8 or dimensions != 4:
-            raise ValueError(f"{IMAGES} is {kind} with {dimensions} dimensions, not uint8 with 4")
-        images = in_array(pixels, labels, about["classes"], str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        labels = np.asarray(other_libraries.array(folder / LABELS))
+        images = in_array(Mapped.from_npy(folder / IMAGES), labels, about["classes"], str(folder))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder} is not a complete split of arrays ({error}); {remedy}") from error
     if images.fingerprint != about["fingerprint"]:
         raise DataError(f"{folder} has changed since it was written (its fingerprint differs); {remedy}")
     return images
-
-
-def _write_npy(path: Path, kind: type[np.generic], shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write an array that comes in chunks along its first dimension."""
-    rows = 0
-    with path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for chunk in chunks:
-            assert chunk.dtype == kind, (chunk.dtype, kind)
-            assert chunk.shape[1:] == shape[1:], (chunk.shape, shape)
-            file.write(np.ascontiguousarray(chunk).data)
-            rows += len(chunk)
-    assert rows == shape[0], (rows, shape)
 
 
 def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored]) -> ArrayImages:

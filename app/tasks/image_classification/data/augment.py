@@ -7,7 +7,7 @@ What happens to an image does not depend on the images beside it, bit for bit: s
 nothing goes through a library kernel whose rounding may vary with the batch.
 
 All of it works on whole batches, on the device of the batch, after the copy to it. Every random choice is a draw for the
-sample's number (`draws.py`), so a sample becomes the same picture on any topology. Mixup and cutmix mix the pairs at positions
+sample's number (`draws.py`), so a sample becomes the same image on any topology. Mixup and cutmix mix the pairs at positions
 2k and 2k+1, which are the same as long as micro-batches are even and cut at even positions.
 
     preparation = Preparation(recipe.data, recipe.augment, num_classes=10, channels=3)
@@ -15,7 +15,7 @@ sample's number (`draws.py`), so a sample becomes the same picture on any topolo
     inputs = preparation.evaluate(batch)
 
 Nothing here waits for the device: what the host has to know of a draw, it computes itself. Random resized crops are made where
-a picture is decoded: they need the whole picture.
+an image is decoded: they need the whole image.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from app.data.draws import Draws
-from app.errors import RecipeError
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 _MAX_SHEAR = 0.3  # of a side per side
@@ -195,9 +194,8 @@ class Preparation:
     ) -> None:
         """`channels` is the data's C; `dtype` and `channels_last` say what the model wants: a float type, a memory order.
 
-        Raises RecipeError if data.mean or data.std has neither 1 nor `channels` values.
+        data.mean and data.std have one value, or `channels`.
         """
-        check_channels(data, channels)
         mean, std = (values * (channels // len(values)) for values in (data.mean, data.std))
         # (pixel / 255 - mean) / std, as one multiplication and one addition. Half precision would lose digits on the way,
         # so the computing is done in float32 at least, and what is handed out is rounded once.
@@ -231,7 +229,7 @@ class Preparation:
         return self._finished(self._normalized(batch["images"]))
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Return the pictures uint8 [B, C, H, W] that the model sees in its inputs [B, C, H, W], on any device."""
+        """Return the images uint8 [B, C, H, W] that the model sees in its inputs [B, C, H, W], on any device."""
         scale, shift = self._scale.to(inputs.device), self._shift.to(inputs.device)
         return ((inputs.to(scale.dtype) - shift) / scale).round_().clamp_(0, 255).to(torch.uint8)
 
@@ -335,13 +333,3 @@ def _box(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, height: int, 
     in_rows = (rows >= top.unsqueeze(1)) & (rows < bottom.unsqueeze(1))
     in_columns = (columns >= left.unsqueeze(1)) & (columns < right.unsqueeze(1))
     return in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
-
-
-def check_channels(data: DataRecipe, channels: int) -> None:
-    """Raise RecipeError if data.mean or data.std has neither 1 nor `channels` values."""
-    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
-        if len(values) not in (1, channels):
-            raise RecipeError(
-                f"{key} has {len(values)} values, but images have {channels} "
-                f"channel{'s' if channels > 1 else ''}: give one value for all, or {channels}"
-            )

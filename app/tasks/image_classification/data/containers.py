@@ -178,17 +178,17 @@ def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
     expected_bytes = (database.info()["last_pgno"] + 1) * database.stat()["psize"]
     if size_bytes < expected_bytes:  # to read beyond its end would end the process without a word
         raise DataError(f"{file} is truncated: it has {size_bytes} of {expected_bytes} bytes; replace it")
-    stored, length = _value(path, inode, LMDB_LABELS), _value(path, inode, LMDB_LENGTH)
     with _transaction(path, inode) as transaction:
+        labels, length = transaction.get(LMDB_LABELS, b""), transaction.get(LMDB_LENGTH, b"")
         classes = transaction.get(LMDB_CLASSES)
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
-    if length != b"%d" % entries or len(stored) != LMDB_LABEL_TYPE.itemsize * entries:
-        found = f"its __labels__ have {len(stored)} bytes and its __len__ is {length[:20]!r}"
+    if length != b"%d" % entries or len(labels) != LMDB_LABEL_TYPE.itemsize * entries:
+        found = f"its __labels__ have {len(labels)} bytes and its __len__ is {length[:20]!r}"
         raise DataError(f"{path} holds {entries} images, but {found}; write it as described in docs/containers.md")
     return Images(
         read=functools.partial(_read_lmdb, path, inode),
         size=entries,
-        labels=np.frombuffer(stored, LMDB_LABEL_TYPE).astype(np.int64),
+        labels=np.frombuffer(labels, LMDB_LABEL_TYPE).astype(np.int64),
         classes=() if classes is None else class_names(classes, f"__classes__ of {path}"),
         where=str(path),
         prefix=f"{split}/",
@@ -197,8 +197,12 @@ def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
 
 def _read_lmdb(path: Path, inode: int, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
-        key = lmdb_key(place)
-        yield StoredImage(_value(path, inode, key), f"record {key.decode()} of {path}")
+        name = f"record {lmdb_key(place).decode()} of {path}"
+        with _transaction(path, inode) as transaction:
+            content: bytes | None = transaction.get(lmdb_key(place))
+        if content is None:
+            raise DataError(f"{name} does not exist; write it as described in docs/containers.md")
+        yield StoredImage(content, name)
 
 
 _OPEN_DATABASES: dict[tuple[Path, int], tuple[int, Any]] = {}
@@ -232,11 +236,3 @@ def _transaction(path: Path, inode: int) -> Iterator[Any]:
             yield transaction
     except lmdb.Error as error:
         raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
-
-
-def _value(path: Path, inode: int, key: bytes) -> bytes:
-    with _transaction(path, inode) as transaction:
-        value: bytes | None = transaction.get(key)
-    if value is None:
-        raise DataError(f"{path} has no record {key.decode()}; write it as described in docs/containers.md")
-    return value

@@ -128,14 +128,11 @@ def converted(image: Image.Image, mode: str) -> Image.Image:
 
 @functools.cache
 def torchcodec() -> Callable[..., Any] | None:
-    """Return torchcodec's `decode_jpeg`; None if it is not installed. Raises DataError if it cannot be loaded."""
+    """Return torchcodec's `decode_jpeg`; None if it is not installed."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
         return None
-    except (ImportError, OSError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise DataError(f"torchcodec cannot be loaded ({why}); install the version for this torch, or uninstall it") from error
     decoder: Callable[..., Any] = decode_jpeg
     return decoder
 
@@ -160,7 +157,7 @@ def pixels_of(value: Any, *, name: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.uint8))
 
 
-def as_picture(pixels: Tensor) -> Image.Image:
+def as_pillow(pixels: Tensor) -> Image.Image:
     """Return an image, uint8 [C, H, W], as Pillow has it: in color if it has three channels or more, else its first alone."""
     return Image.fromarray((pixels[0] if len(pixels) < 3 else pixels[:3].permute(1, 2, 0)).numpy())
 
@@ -172,47 +169,47 @@ RATIOS = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How pictures become images of one size."""
+    """How stored images become images of one size."""
 
     image_size: int | None = None
-    """Side in pixels of the images; None leaves pictures as they are."""
+    """Side in pixels of the images; None: as stored."""
     resize_size: int | None = None
     """Pixels the shorter side gets before the centre crop; None: image_size."""
     min_area: float | None = None
-    """Smallest share of the picture that a random crop keeps; None: the centre crop. Needs image_size."""
+    """Smallest share of the stored image that a random crop keeps; None: the centre crop. Needs image_size."""
 
     @classmethod
     def of(cls, recipe: Sections, *, training: bool) -> Framing:
-        """Return the framing a recipe asks for; only training pictures are cropped at random."""
+        """Return the framing a recipe asks for; only training images are cropped at random."""
         data, min_area = recipe.data, recipe.augment.resized_crop_min_area
         return cls(image_size=data.image_size, resize_size=data.resize_size, min_area=min_area if training else None)
 
     def size_of(self, stored: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width in pixels of the image made of a picture of `stored` height and width."""
+        """Return height and width in pixels of the image made of one of `stored` height and width."""
         return stored if self.image_size is None else (self.image_size, self.image_size)
 
-    def random(self, picture: Tensor, draws: SampleDraws | None) -> Tensor:
-        """Return the image of a picture (uint8 [C, H, W]) for a sample's draws; without them or min_area, the `fixed` one."""
+    def random(self, image: Tensor, draws: SampleDraws | None) -> Tensor:
+        """Return a stored image (uint8 [C, H, W]) cropped by a sample's draws; without them or min_area, the `fixed` one."""
         if self.image_size is None or self.min_area is None or draws is None:
-            return self.fixed(picture)
-        height, width = picture.shape[-2:]
+            return self.fixed(image)
+        height, width = image.shape[-2:]
         top, left, box_height, box_width = crop_box(height, width, draws, min_area=self.min_area)
-        return resize(picture[..., top : top + box_height, left : left + box_width], (self.image_size, self.image_size))
+        return resize(image[..., top : top + box_height, left : left + box_width], (self.image_size, self.image_size))
 
-    def fixed(self, pictures: Tensor) -> Tensor:
-        """Return the images of pictures of one size (uint8 [..., C, H, W]), resized and cropped at the centre."""
+    def fixed(self, images: Tensor) -> Tensor:
+        """Return stored images of one size (uint8 [..., C, H, W]), resized and cropped at the centre."""
         if self.image_size is None:
-            return pictures
-        height, width, target = *pictures.shape[-2:], self.resize_size or self.image_size
+            return images
+        height, width, target = *images.shape[-2:], self.resize_size or self.image_size
         size = int(target * height / min(height, width)), int(target * width / min(height, width))
         top, left = round((size[0] - self.image_size) / 2), round((size[1] - self.image_size) / 2)
-        return resize(pictures, size)[..., top : top + self.image_size, left : left + self.image_size]
+        return resize(images, size)[..., top : top + self.image_size, left : left + self.image_size]
 
 
 def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) -> tuple[int, int, int, int]:
-    """Return top, left, height and width in pixels of a random part of a picture of the given size.
+    """Return top, left, height and width in pixels of a random part of an image of the given size.
 
-    As torchvision's RandomResizedCrop.get_params: of up to ten boxes, with an area uniform in [min_area, 1] of the picture
+    As torchvision's RandomResizedCrop.get_params: of up to ten boxes, with an area uniform in [min_area, 1] of the image
     and a logarithm of width / height uniform in log(3/4)..log(4/3), the first that fits; else the largest central box with
     a shape in that range.
     """
@@ -228,10 +225,10 @@ def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) ->
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
-def resize(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return `pictures` (uint8 [..., C, H, W], on the CPU) at `size` (height, width), bilinear with antialiasing."""
-    if tuple(pictures.shape[-2:]) == size:
-        return pictures
-    flat = pictures.reshape(-1, *pictures.shape[-3:])
+def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return `images` (uint8 [..., C, H, W], on the CPU) at `size` (height, width), bilinear with antialiasing."""
+    if tuple(images.shape[-2:]) == size:
+        return images
+    flat = images.reshape(-1, *images.shape[-3:])
     resized = F.interpolate(flat, size=size, mode="bilinear", antialias=True)
-    return resized.reshape(*pictures.shape[:-2], *size)
+    return resized.reshape(*images.shape[:-2], *size)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data.data_files import BESIDE_FOLDERS, NotRead, read_folder, walk
+from app.data.data_files import BESIDE_FOLDERS, NotRead, subfolders, walk
 from app.environment.topology import listed
-from app.errors import DataError, RecipeError
+from app.errors import DataError
 from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, content_of
 from app.tasks.image_classification.data.images import (
     TEST_NAMES,
@@ -26,6 +26,7 @@ from app.tasks.image_classification.data.images import (
     NoSplitError,
     StoredImage,
     completed,
+    data_path,
     each_split,
     same_classes,
     without_left_out,
@@ -36,25 +37,18 @@ _MOST_NAMED = 5
 
 
 def open_folder(recipe: Sections) -> Data:
-    """Open the splits: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder.
+    """Open the splits: RGB (or data.color=gray), one class for each sub-folder.
 
     Class folders without a folder for each split around them are all for training.
     """
-    data = recipe.data
-    if data.path is None or data.image_size is None:
-        needed = {
-            "data.path": (data.path, "the folder that contains a folder for each split"),
-            "data.image_size": (data.image_size, "the side in pixels to resize images to (usually 224)"),
-        }
-        raise RecipeError(*(f"data.source=imagefolder needs {key}: {why}" for key, (value, why) in needed.items() if not value))
-    root = Path(data.path)
+    data, root = recipe.data, data_path(recipe)
     if _is_flat(root, data):
         found = {"train": (root, _classes(root, "data.path"))}
     else:
         found = each_split(data, lambda name, key: (root / name, _classes(root / name, key)))
     classes = same_classes({str(folder): classes for folder, classes in found.values()})
     used = {folder.relative_to(root).parts[0] for folder, _ in found.values() if folder != root}
-    unused = [name for name in read_folder(root, "", NotRead()).folders if name not in used] if used else []
+    unused = [name for name in subfolders(root) if name not in used] if used else []
     splits = without_left_out({split: _open_split(root, folder, classes) for split, (folder, _) in found.items()}, data)
     for images in splits.values():
         counts = np.bincount(images.labels, minlength=len(classes))  # type: ignore[arg-type]
@@ -72,7 +66,6 @@ def open_folder(recipe: Sections) -> Data:
 def _open_split(root: Path, folder: Path, classes: Sequence[str]) -> Images:
     files, labels, left_out = images_below(folder, classes)
     below = os.path.relpath(folder, root)
-    not_read = [f"{folder}: {left_out}"] if left_out else []
     return Images(
         read=functools.partial(_read, folder, files),
         size=len(files),
@@ -80,7 +73,7 @@ def _open_split(root: Path, folder: Path, classes: Sequence[str]) -> Images:
         where=str(folder),
         prefix="" if below == "." else f"{below}/",
         files=files,
-        not_read=tuple(not_read),
+        not_read=(f"{folder}: {left_out}",) if left_out else (),
     )
 
 
@@ -95,14 +88,14 @@ def _is_flat(root: Path, data: DataRecipe) -> bool:
     usual = ("train", *VALIDATION_NAMES, *TEST_NAMES)
     if (data.train_split, data.validation_split, data.test_split) != ("train", None, None) or not root.is_dir():
         return False
-    inner = [root / name for name in read_folder(root, "", NotRead()).folders]
+    inner = [root / name for name in subfolders(root)]
     return bool(inner) and not any((place / name).exists() for place in (root, *inner) for name in usual)
 
 
 def _classes(folder: Path, key: str) -> list[str]:
     """Return the names of the class folders, in the order that ImageFolder numbers them."""
     try:
-        classes = read_folder(folder, "", NotRead()).folders
+        classes = subfolders(folder)
     except OSError as error:
         raise (NoSplitError if isinstance(error, FileNotFoundError) else DataError)(
             f"{folder} cannot be read ({error.strerror}); data.path must contain a folder for each split, and {key} is its name"
@@ -119,8 +112,8 @@ def images_below(folder: Path, classes: Sequence[str]) -> tuple[np.ndarray, np.n
     cannot be read.
     """
     left_out = NotRead()
-    for name in next(walk(folder, "", left_out)).files:
-        left_out.add(BESIDE_FOLDERS, name)
+    if beside := next(walk(folder, "", left_out)).files:
+        left_out[BESIDE_FOLDERS] += len(beside)
     paths: list[bytes] = []
     counts = []
     for name in classes:

@@ -70,10 +70,11 @@ def open_hub(recipe: Sections) -> Data:
 
     splits = without_left_out({split: opened_split(split, name) for split, name in names.items()}, data)
     first = next(iter(splits.values()))
-    sampled = spread(len(first))
-    gray = data.color == "gray" or (data.color == "auto" and all(first.required(index, _is_gray) for index in sampled))
-    said = (data.hub_config, data.hub_revision)  # they tell the data from others of the same name
-    listing = [np.frombuffer(repr(said).encode(), np.uint8)] if any(said) else []
+    gray = data.color == "gray"
+    if data.color == "auto":
+        gray = all(first.required(index, _is_gray) for index in spread(len(first)))
+    version = (data.hub_config, data.hub_revision)  # it distinguishes the data from other data of the same name
+    listing = [np.frombuffer(repr(version).encode(), np.uint8)] if any(version) else []
     return completed(splits, recipe, classes=classes, channels=1 if gray else 3, listing=listing)
 
 
@@ -153,9 +154,7 @@ def _names(recipe: Sections) -> dict[str, str]:
     if saved == ["."]:
         raise DataError(f"data.path={path} is a Dataset without splits; save a DatasetDict with a split {data.train_split}")
     if path.exists() and (data.hub_revision or (data.hub_config and (saved or path.is_file()))):
-        given = {"data.hub_config": data.hub_config, "data.hub_revision": data.hub_revision}
-        keys = " and ".join(f"{key}={value}" for key, value in given.items() if value)
-        raise RecipeError(f"{keys}: {path} is a local path, which has none; remove this")
+        raise RecipeError(f"data.path={path} is a local path, which has no data.hub_config or data.hub_revision; remove them")
     there = saved or list(_load(recipe, None))
     in_recipe = {data.train_split, data.validation_split, data.test_split}
 
@@ -216,8 +215,7 @@ def _pinned(recipe: Sections) -> Any:
     found = sorted(place.glob(f"{data.hub_config or '*'}/*/{data.hub_revision}"))
     of = f"data.path={name} with data.hub_revision={data.hub_revision}"
     if not found:
-        config = f" and data.hub_config={data.hub_config}" if data.hub_config else ""
-        raise DataError(f"{of}{config} is not in the cache of the datasets library; correct it, or set data.download=true")
+        raise DataError(f"{of} is not in the cache of the datasets library; correct it, or set data.download=true")
     if len(found) > 1:
         configs = ", ".join(folder.parent.parent.name for folder in found)
         raise DataError(f"{of} has several configurations: set data.hub_config to one of {configs}")

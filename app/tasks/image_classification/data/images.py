@@ -12,6 +12,7 @@ The samples after one that is left out have other numbers, as if it had never be
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from app.data.draws import HostDraws
 from app.data.samples import CHECK
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
-from app.files import paths
+from app.files import text_files
 from app.tasks.image_classification.data.decoding import Framing, decode, pixels_of
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
@@ -98,9 +99,7 @@ class Images:
     """
 
     workers: ClassVar[bool] = True
-    remedy: ClassVar[str] = (
-        "shrink the images once (samerun data pack --max-side), or copy them to a local disk (data.stage_to)"
-    )
+    is_array: ClassVar[bool] = False
     read: Callable[[Sequence[int]], Iterable[StoredImage]]
     """Reads samples by their places among all stored ones. Raises DataError, naming the sample."""
     size: int
@@ -185,22 +184,6 @@ class Images:
         except DataError as error:
             raise UnreadableError(f"{error}. {CHECK}", self.name(index)) from error
 
-    def completed(self, recipe: Sections, shape: Sequence[int], *, training: bool, listing: Sequence[np.ndarray]) -> Images:
-        """Return the split with its framing and fingerprint; `shape` is that of the first image, [C, H, W].
-
-        The fingerprint covers the labels, `listing`, and the paths of files. Raises UnreadableError.
-        """
-        framing = Framing.of(recipe, training=training)
-        content, known = StoredImage.content, [] if self.labels is None else [self.labels]
-        parts: list[np.ndarray | memoryview] = [*known, *listing]
-        if self.files is not None:
-            content = StoredImage.head
-            files = self.files if self.places is None else self.files[self.places]
-            parts.append(memoryview(b"\0".join(files.tolist())))
-        identity = fingerprint(self.classes, len(self), lambda index: self.required(index, content), listing=parts)
-        size = framing.size_of((shape[1], shape[2]))
-        return replace(self, channels=shape[0], image_size=size, framing=framing, fingerprint=identity)
-
 
 Data = dict[str, Images]
 """The splits that exist, by name: "train", "validation", "test", in this order."""
@@ -244,7 +227,8 @@ def completed(
 ) -> Data:
     """Return splits whose images have the shape of the first one, unless the recipe has an image size; labels are checked.
 
-    Image files are decoded to `channels`. Raises DataError.
+    Image files are decoded to `channels`. The fingerprint of a split covers the labels, `listing`, and the paths of files.
+    Raises DataError.
     """
     for images in splits.values():
         assert images.labels is not None
@@ -255,10 +239,25 @@ def completed(
         shape = (channels, side, side)
     else:
         shape = first.required(0, lambda stored: stored.image(channels)).shape
-    return {
-        split: replace(images, classes=tuple(classes)).completed(recipe, shape, training=split == "train", listing=listing)
-        for split, images in splits.items()
-    }
+    done = {}
+    for split, images in splits.items():
+        content = StoredImage.content
+        parts: list[np.ndarray | memoryview] = [np.asarray(images.labels), *listing]
+        if images.files is not None:
+            content = StoredImage.head
+            files = images.files if images.places is None else images.files[images.places]
+            parts.append(memoryview(b"\0".join(files.tolist())))
+        read = functools.partial(images.required, use=content)
+        framing = Framing.of(recipe, training=split == "train")
+        done[split] = replace(
+            images,
+            classes=tuple(classes),
+            channels=shape[0],
+            image_size=framing.size_of((shape[1], shape[2])),
+            framing=framing,
+            fingerprint=fingerprint(classes, len(images), read, listing=parts),
+        )
+    return done
 
 
 def check_labels(labels: np.ndarray, num_classes: int, *, where: str, places: np.ndarray | None = None) -> None:
@@ -368,7 +367,7 @@ def names_in(data: DataRecipe) -> frozenset[str]:
     """Return the names in the file of a recipe; none without one. Raises as `without_left_out`."""
     if data.leave_out is None:
         return frozenset()
-    file = Path(paths.filled_in("data.leave_out", data.leave_out))
+    file = Path(text_files.filled_in("data.leave_out", data.leave_out))
     try:
         lines = file.read_text(encoding="utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
     except OSError as error:

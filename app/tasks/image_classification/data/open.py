@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from app.data.data_files import NotRead, walk
-from app.data.preprocessing import one_process_per_node, progress
+from app.data.preprocessing import one_process_per_node, own_folder, progress
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
-from app.files import paths
+from app.files import text_files
 from app.tasks.image_classification.data.arrays import decoded_once, made_once, open_arrays
 from app.tasks.image_classification.data.containers import open_hdf5, open_lmdb
 from app.tasks.image_classification.data.decoding import reading
@@ -81,8 +81,8 @@ def open_undecoded(recipe: Sections) -> Data:
 def open_stored(recipe: Sections) -> Data:
     """Return the splits with their images as they are stored: not resized."""
     data = located(recipe).data
-    needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which are not used here
-    size = (data.image_size or 1) if needs_size else None
+    # An image folder needs a size for its batches alone, which are not used here.
+    size = (data.image_size or 1) if data.source in ("imagefolder", "fakedata") else None
     augment = replace(recipe.augment, resized_crop_min_area=None)
     return open_undecoded(replace(recipe, data=replace(data, image_size=size, resize_size=None), augment=augment))
 
@@ -136,7 +136,7 @@ def located(recipe: Sections) -> Sections:
     """Return the recipe with `~` and variables in data.path filled in. Raises RecipeError for a variable that is unset."""
     if recipe.data.path is None:
         return recipe
-    return replace(recipe, data=replace(recipe.data, path=paths.filled_in("data.path", recipe.data.path)))
+    return replace(recipe, data=replace(recipe.data, path=text_files.filled_in("data.path", recipe.data.path)))
 
 
 def staged(recipe: Sections) -> Sections:
@@ -151,14 +151,14 @@ def staged(recipe: Sections) -> Sections:
     if recipe.data.path is None:
         raise RecipeError(f"data.stage_to is {recipe.data.stage_to}, but data.path, the data to copy, is not set: set it")
     source = Path(recipe.data.path)
-    folder = Path(paths.filled_in("data.stage_to", recipe.data.stage_to))
+    folder = Path(text_files.filled_in("data.stage_to", recipe.data.stage_to))
     if not source.exists():
         raise DataError(f"data.path={source} is not a file or folder here, so it cannot be copied to data.stage_to={folder}")
     files = sorted(_files(source))
     identity = repr((str(source.resolve()), files)).encode()
     try:
-        own_folder = paths.own_folder(folder / f"samerun-{os.geteuid()}")
-        place = own_folder / f"{source.name}-{hashlib.sha256(identity).hexdigest()[:16]}"
+        own = own_folder(folder / f"samerun-{os.geteuid()}")
+        place = own / f"{source.name}-{hashlib.sha256(identity).hexdigest()[:16]}"
         made_once(place, lambda temporary: _copy(source, temporary / source.name, files))
     except OSError as error:
         raise DataError(
@@ -173,7 +173,7 @@ def _files(source: Path) -> Iterator[tuple[str, int, int]]:
 
     Links are followed as readers do. Raises DataError.
     """
-    in_folder = (str(Path(folder.name, name)) for folder in walk(source, "", NotRead(), hidden=True) for name in folder.files)
+    in_folder = (str(Path(folder.name, name)) for folder in walk(source, "", NotRead()) for name in folder.files)
     for name in [""] if source.is_file() else in_folder:
         with reading(source / name, "remove it"):
             status = (source / name).stat()
@@ -185,7 +185,7 @@ def _copy(source: Path, target: Path, files: list[tuple[str, int, int]]) -> None
     total_bytes = sum(size_bytes for _, size_bytes, _ in files)
     for folder in sorted({(target / name).parent for name, _, _ in files}):
         folder.mkdir(parents=True, exist_ok=True)
-    doing = progress(f"copying {source} to {target.parent.parent.parent}", total_bytes, "bytes", after_s=0)
+    doing = progress(f"copying {source} to {target.parent.parent.parent}", total_bytes, "bytes")
     with doing as advance, ThreadPoolExecutor(_COPIERS) as pool:
         copied = pool.map(lambda file: shutil.copy2(source / file[0], target / file[0]), files)
         for (_, size_bytes, _), _ in zip(files, copied, strict=True):

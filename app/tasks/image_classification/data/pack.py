@@ -1,4 +1,4 @@
-"""`samerun data pack`: converts a recipe's data to another format, and shrinks its pictures.
+"""`samerun data pack`: converts a recipe's data to another format, and shrinks its images.
 
 Samples keep their order, labels and classes, so that each keeps its number. All is written under a temporary name and renamed
 at the end. Libraries are imported where they are used.
@@ -25,7 +25,7 @@ from app.files.other_libraries import extra
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data import containers
 from app.tasks.image_classification.data.arrays import Unstored, chunk_rows, write_split
-from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, as_picture, converted, is_gray, is_large, opened
+from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, as_pillow, converted, is_gray, is_large, opened
 from app.tasks.image_classification.data.images import Images, first_line
 from app.tasks.image_classification.data.open import located, not_read, open_stored, open_undecoded
 from app.tasks.image_classification.data.shards import TAR_CLASSES, TAR_LABEL
@@ -47,23 +47,21 @@ _KEPT_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 _QUALITY = 90
 """Quality of shrunk JPEG and WebP files, 1..100."""
 Sample = tuple[bytes, int]
-"""A picture's file and its label."""
+"""An image file and its label."""
 
 
 def pack(recipe: Recipe, to: str, out: Path, *, max_side: int | None, processes: int) -> tuple[list[str], list[str]]:
     """Write all splits of a recipe's data; return the recipe values that read them, `key=value` each, and what was not read.
 
-    Pictures whose shorter side has more than `max_side` pixels are shrunk to it.
-    Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if pictures are to
+    Images whose shorter side has more than `max_side` pixels are shrunk to it.
+    Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if images are to
     become arrays, and no size is given for them.
     """
     if out.exists() or out.is_symlink():
         raise DataError(f"{out} already exists, and pack replaces no files: choose another --out, or remove it")
-    if to == "arrays" and max_side is not None:
-        raise RecipeError(
-            "--max-side is for formats that hold files; for arrays set data.image_size=N, the size of all pictures"
-        )
     if to == "arrays":
+        if max_side is not None:
+            raise RecipeError("--max-side is for formats that hold files; for arrays set data.image_size=N")
         augment = replace(recipe.sections.augment, resized_crop_min_area=None)
         data = open_undecoded(located(replace(recipe.sections, augment=augment)))
     else:
@@ -124,12 +122,12 @@ def write_webdataset(
         with tarfile.open(folder / f"{split}-{shard:06d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             add(TAR_CLASSES, json.dumps(list(classes)).encode())
             for _, index, (content, label) in group:
-                with opened(content, f"sample {index}") as picture:
-                    kind = picture.format or ""
+                with opened(content, f"sample {index}") as image:
+                    kind = image.format or ""
                 extension = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
                 if f".{extension}" not in IMAGE_SUFFIXES:
                     known = ", ".join(IMAGE_SUFFIXES)
-                    raise DataError(f"sample {index} is a {kind} file; WebDataset's pictures are {known}: use another --to")
+                    raise DataError(f"sample {index} is a {kind} file; WebDataset's images are {known}: use another --to")
                 add(f"{index:08d}.{extension}", content)
                 add(f"{index:08d}.{TAR_LABEL}", str(label).encode())
 
@@ -202,7 +200,7 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def stored_files(source: Images, max_side: int | None, processes: int) -> Iterator[Sample]:
-    """Yield each sample's picture file, shrunk to `max_side`, and label; pixels become a PNG. Raises DataError."""
+    """Yield each sample's image file, shrunk to `max_side`, and label; pixels become a PNG. Raises DataError."""
 
     def read(piece: range) -> list[Sample]:
         return [_sample(source, index, max_side) for index in piece]
@@ -219,32 +217,32 @@ def _sample(source: Images, index: int, max_side: int | None) -> Sample:
         assert source.labels is not None
         label = int(source.labels[index])
     else:
-        ((picture, label),) = source.images([index])
-        if len(picture) not in (1, 3):
+        ((image, label),) = source.images([index])
+        if len(image) not in (1, 3):
             raise DataError(
-                f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
+                f"sample {index} has {len(image)} channels, which no image format stores without loss: use --to arrays"
             )
         written = io.BytesIO()
-        as_picture(picture).save(written, "PNG")
+        as_pillow(image).save(written, "PNG")
         content = written.getvalue()
     return content if max_side is None else shrunk(content, max_side, name=f"sample {index}"), label
 
 
 def shrunk(content: bytes, max_side: int, *, name: str) -> bytes:
-    """Return a picture's file with its shorter side shrunk to `max_side` pixels; the same bytes if it is small enough.
+    """Return an image file with its shorter side shrunk to `max_side` pixels; the same bytes if it is small enough.
 
     The format stays. Colours become what training would decode: RGB or grayscale, without transparency. Raises DataError.
     """
-    with opened(content, name) as picture:
-        side = min(picture.size)
+    with opened(content, name) as image:
+        side = min(image.size)
         if side <= max_side:
             return content
-        width, height = (max(1, round(length * max_side / side)) for length in picture.size)
-        kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
-        least = 1 + is_large(picture)
-        draft = (min(_DRAFT_MARGIN * width, picture.width // least), min(_DRAFT_MARGIN * height, picture.height // least))
-        picture.draft(None, draft)
-        plain = converted(picture, "L" if is_gray(picture) else "RGB")
+        width, height = (max(1, round(length * max_side / side)) for length in image.size)
+        kind = image.format if image.format in _KEPT_FORMATS else "PNG"
+        least = 1 + is_large(image)
+        draft = (min(_DRAFT_MARGIN * width, image.width // least), min(_DRAFT_MARGIN * height, image.height // least))
+        image.draft(None, draft)
+        plain = converted(image, "L" if is_gray(image) else "RGB")
         written = io.BytesIO()
         plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=_QUALITY)
         return written.getvalue()

@@ -23,7 +23,6 @@ package `tfrecord` reads streams only and checks no CRC.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import os
 import re
@@ -142,16 +141,21 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
             f"{folder} contains no files for {key}={split}, such as {split}{suffixes[0]} or {split}-000000{suffixes[0]}, but "
             f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
-    if not chosen:
-        return _one_set(found, f"{key}={split}", starts_at_0=(folder / split) != found[0].parent)
-    check_complete(
-        chosen,
-        f"the pattern {split}",
-        remedy="exclude their numbers from the pattern",
-        wanted=lambda file: fnmatch.fnmatch(str(file), str(folder / split)),
-        gaps_from_0=False,
-    )
-    return chosen
+    if chosen:
+        check_complete(
+            chosen,
+            f"the pattern {split}",
+            remedy="exclude their numbers from the pattern",
+            pattern=str(folder / split),
+            gaps_from_0=False,
+        )
+        return chosen
+    sets, what = numbered_sets(found), f"{key}={split}"
+    if len(found) > 1 and (len(sets) != 1 or len(sets[0].files) != len(found)):
+        which = listed(sorted(file.name for file in found), 5)
+        raise DataError(f"{what} could be any of {which} in {found[0].parent}; choose one with a pattern")
+    check_complete(found, what, remedy="choose the shards to read with a pattern", gaps_from_0=found[0].parent == folder)
+    return [file for _, file in sorted(sets[0].files.items())] if sets else found
 
 
 def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
@@ -162,16 +166,6 @@ def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
     if "" in suffixes:
         forms.append(rf"{stem}{suffix}?-\d+-of-\d+")
     return any(re.fullmatch(form, name) for form in forms)
-
-
-def _one_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> list[Path]:
-    """Return the files in the order of their numbers. Raises DataError if they are not one set, or some are missing."""
-    sets = numbered_sets(files)
-    if len(files) > 1 and (len(sets) != 1 or len(sets[0].files) != len(files)):
-        which = listed(sorted(file.name for file in files), 5)
-        raise DataError(f"{what} could be any of {which} in {files[0].parent}; choose one with a pattern")
-    check_complete(files, what, remedy="choose the shards to read with a pattern", gaps_from_0=starts_at_0)
-    return [file for _, file in sorted(sets[0].files.items())] if sets else list(files)
 
 
 # The index -------------------------------------------------------------------------------------------------------------
@@ -185,25 +179,20 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
     """
 
     def write(folder: Path) -> None:
-        np.save(folder / _INDEX, _table(files, read))
+        numbers = array("q")  # 32 bytes a record; tuples in a list would take 200
+        total_bytes = sum(file.stat().st_size for file in files)
+        with progress(f"indexing the samples of {files[0].parent}", total_bytes, "bytes") as advance:
+            for number, file in enumerate(files):
+                for row in read(file):
+                    numbers.extend((number, *row))
+                advance(file.stat().st_size)
+        if not numbers:
+            raise DataError(f"{listed(list(map(str, files)), 3)}: no samples found")
+        np.save(folder / _INDEX, np.frombuffer(numbers, np.int64).reshape(-1, 4))
         sync(folder / _INDEX)
 
     folder = cached("indexes", [kind, *stamps(files)], write)
     return RecordFiles(tuple(files), Mapped.from_npy(folder / _INDEX))
-
-
-def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.ndarray:
-    # 32 bytes a record; tuples in a list would take 200.
-    numbers = array("q")
-    total_bytes = sum(file.stat().st_size for file in files)
-    with progress(f"indexing the samples of {files[0].parent}", total_bytes, "bytes") as advance:
-        for number, file in enumerate(files):
-            for row in read(file):
-                numbers.extend((number, *row))
-            advance(file.stat().st_size)
-    if not numbers:
-        raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: no samples found")
-    return np.frombuffer(numbers, np.int64).reshape(-1, 4)
 
 
 # WebDataset ------------------------------------------------------------------------------------------------------------

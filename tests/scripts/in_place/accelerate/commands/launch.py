@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.environment.launched import errors_folder
 from app.errors import DataError, leave_with
-from app.runs.failure import Recorder
+from app.runs.run_folder import Recorder
 
 STEPS = 100
 

@@ -1,0 +1,156 @@
+"""Reads text: line files of a run folder, YAML files that people write, and paths in recipes. Standard library and PyYAML.
+
+In a line file each line is a JSON object. A kill cuts the last line, a loss of power may leave anything: half a block of zeros,
+bytes that are no text, a line of another file. So each line is read alone, and a broken one is counted and reported, never
+raised: the others are still valid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.errors import RecipeError, RunFolderError, did_you_mean
+
+MOST = 2**63 - 1
+"""Upper limit of any count that a run writes; a larger number means that the file is damaged."""
+
+
+def parsed(text: bytes | bytearray) -> Any:
+    """Return the JSON value of a line or a file. Raises ValueError, with a short reason, for anything else."""
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+
+
+def is_count(value: Any) -> bool:
+    """Return True for a whole number that a run may have written."""
+    return type(value) is int and 0 <= value <= MOST
+
+
+def is_finite(value: Any) -> bool:
+    """Return True for a finite number; a bool is not one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST and math.isfinite(value)
+
+
+class Lines:
+    """The lines of a file, and how many were left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left_out: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+        """Yield each whole line: its number from 1, its bytes with their end, and its object.
+
+        Raises RunFolderError if the file is missing or cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        values = parsed(line)
+                        why = "" if isinstance(values, dict) else f"it is {type(values).__name__}, not an object"
+                    except ValueError as error:
+                        why = str(error)
+                    if why or not line.endswith(b"\n"):
+                        self.leave_out(number, why if line.endswith(b"\n") else "it is cut")
+                    else:
+                        yield number, line, values
+        except OSError as error:
+            raise RunFolderError(f"{self._path} cannot be read: {error.strerror or error}.") from error
+
+    def leave_out(self, number: int, why: str) -> None:
+        """Count a line that cannot be used; whoever reads the values may find more of them."""
+        self._left_out.append(f"line {number}: {why}")
+
+    @property
+    def complaint(self) -> str | None:
+        """A sentence on what was left out, when all were read; None if nothing was."""
+        if not self._left_out:
+            return None
+        count, first = len(self._left_out), self._left_out[0]
+        what = f"a line is damaged or truncated ({first})"
+        if count > 1:
+            what = f"{count} lines are damaged or truncated (the first is {first})"
+        return f"{self._path}: {what}, and ignored."
+
+
+def find_yaml(what: str, name_or_path: str, shipped: Path, *, error: Callable[[str], Exception]) -> Path:
+    """Return the file of a shipped name or of a path; a shipped name takes precedence. `what`: a recipe or a preset."""
+    names = sorted(path.stem for path in shipped.glob("*.yaml"))
+    if name_or_path in names:
+        return shipped / f"{name_or_path}.yaml"
+    if (path := Path(name_or_path)).exists():
+        return path
+    hint = did_you_mean(path.stem, names, then=f"the package has {', '.join(names)}", cutoff=0.5)
+    raise error(f"{what} {name_or_path}: there is no {what} or file of that name; {hint}")
+
+
+def compose_yaml(path: Path, *, name: str, error: Callable[[str], Exception]) -> tuple[str, yaml.Node]:
+    """Return the text of a file and its one document. Raises `error` of one sentence, which begins with `name` and the line."""
+    if not path.is_file():
+        raise error(f"{name}: it is not a text file" if path.exists() else f"{name}: there is no such file")
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as reason:
+        raise error(f"{name}: it cannot be read: {reason.strerror}") from reason
+    except UnicodeDecodeError as reason:
+        line = data.count(b"\n", 0, reason.start) + 1
+        what = f"it is not UTF-8 (byte {data[reason.start]:#x}): save it as UTF-8, or remove non-ASCII characters"
+        raise error(f"{name}:{line}: {what}") from reason
+    except yaml.MarkedYAMLError as reason:
+        line = reason.problem_mark.line + 1 if reason.problem_mark else 1
+        context = f" ({reason.context})" if reason.context else ""
+        raise error(f"{name}:{line}: it is not YAML: {reason.problem}{context}") from reason
+    except (yaml.YAMLError, RecursionError) as reason:
+        raise error(f"{name}: it is not YAML: {str(reason).splitlines()[0]}") from reason
+    if root is None:
+        raise error(f"{name}: the file is empty, or has only comments: it must contain `key: value` lines")
+    return text, root
+
+
+def key_text(node: yaml.Node) -> str | None:
+    """Return the text of a key, quoted or not; None: it is a list or a mapping."""
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else None
+
+
+def repeated_keys(root: yaml.Node) -> Iterator[tuple[str, int, int]]:
+    """Yield each key that a mapping has twice, where PyYAML keeps the last, with the lines of the two, from 1 on."""
+    seen_nodes: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen_nodes:  # by an alias
+            continue
+        seen_nodes.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[str | None, int] = {}
+            for key_node, value in node.value:
+                key, line = key_text(key_node), key_node.start_mark.line + 1
+                if key is not None and key in first:
+                    yield key, first[key], line
+                first.setdefault(key, line)
+                waiting.append(value)
+
+
+def filled_in(key: str, text: str) -> str:
+    """Return the path of a recipe's key with `~` and variables replaced. Raises RecipeError for a variable that is not set."""
+    filled = os.path.expandvars(Path(text).expanduser())
+    if missing := re.search(r"\$\{?(\w+)", filled):
+        raise RecipeError(
+            f"{key} is {text}, and the environment variable {missing[1]} is not set: set it, or write the path itself"
+        )
+    return filled

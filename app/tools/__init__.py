@@ -1,1 +1,0 @@
-"""`samerun parity`, `verify`, `plan`, `generate` and `data`."""
