@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 21_595,
-    "files of app, launch and samerun": 176,
-    "code lines of tests": 20_310,
+    "code lines of app, launch and samerun": 20_320,
+    "files of app, launch and samerun": 152,
+    "code lines of tests": 17_800,
     "code lines of benchmarks": 1_200,
-    "words of docs": 41_500,
+    "words of docs": 41_400,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
