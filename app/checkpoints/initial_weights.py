@@ -48,7 +48,8 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
     if recipe.init_from is None:
         return None
     if resumed is not None:
-        _print(runtime, f"train.init_from is ignored, because the run resumes from {resumed}")
+        if runtime.is_main:
+            print(f"train.init_from is ignored, because the run resumes from {resumed}", flush=True)  # noqa: T201
         return None
     is_published = recipe.init_from.startswith(PUBLISHED)
     if is_published:
@@ -80,13 +81,9 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
     if model_tensors.is_sharded(model):
         weights[f"{name}, as read on this node"] = _node_digest(runtime, read)
     handshake.check_agreement(runtime.gather, runtime.device, weights)
-    _print(runtime, summary)
-    return name
-
-
-def _print(runtime: Runtime, sentence: str) -> None:
     if runtime.is_main:
-        print(sentence, flush=True)  # noqa: T201 - the user must know
+        print(summary, flush=True)  # noqa: T201 - the user must know
+    return name
 
 
 @torch.no_grad()

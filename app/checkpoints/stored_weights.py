@@ -70,11 +70,17 @@ def fill(model: torch.nn.Module, stored: StoredWeights) -> None:
     dtypes = [it.dtype for it in stored.values() if it.dtype.is_floating_point and it.dtype.itemsize > 1]
     if dtypes and not model_tensors.is_sharded(model):
         model.to(dtypes[0])
+    tensors = fitting(model, stored)
+    for name, it in stored.items():
+        it.read_into(tensors[name].values, tensors[name].region)
+
+
+def fitting(model: torch.nn.Module, stored: StoredWeights) -> dict[str, Piece]:
+    """Return a model's tensors by their stored names. Raises CheckpointError if they are not those of the model."""
     tensors = named(model, stored)
     if wrong := {**differences(tensors, stored), **contradictions(tensors, stored)}:
         raise CheckpointError(listed([*wrong.values()]))
-    for name, it in stored.items():
-        it.read_into(tensors[name].values, tensors[name].region)
+    return tensors
 
 
 def named(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Piece]:

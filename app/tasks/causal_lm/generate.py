@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(
             f"note: at most {length:,} tokens will be generated: the model takes {window:,}, and the text has {len(tokens):,}\n"
         )
-    write = (lambda _: None) if options.json else _write
+    write: Callable[[str], object] = (lambda _: None) if options.json else functools.partial(print, end="", flush=True)
     write(text)
     configured = model.config.eos_token_id
     ends = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}
@@ -147,11 +147,6 @@ class Streamer:
 
     def _decoded(self) -> str:
         return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _first_line(error: BaseException) -> str:
