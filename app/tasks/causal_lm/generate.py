@@ -9,6 +9,7 @@ often, with the same tokens, and draw the same numbers, so the texts are the sam
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
