@@ -185,7 +185,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
         for key, names in content["tensors"].items():
             for name, it in names.items():
                 ranges = sorted(_from_json(*part) for part in it["ranges"])
-                tensors.setdefault(key, {})[name] = TensorEntry(tuple(it["shape"]), it["dtype"], ranges)
+                stored = tensors.setdefault(key, {})[name] = TensorEntry(tuple(it["shape"]), it["dtype"], ranges)
+                if problem := stored.problem():
+                    raise ValueError(f"{key} of {name}: {problem}")
         unknown = {STATE, BUFFERS, *(file for *_, it in each(tensors) for _, file in it.ranges)} - stamps.keys()
         if unknown:
             raise ValueError(f"its list of files lacks {sorted(unknown)}")
@@ -394,9 +396,14 @@ class Reader:
         self._stamps, self._tensors = read_manifest(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
-        check_stamp(folder / STATE, self._stamps[STATE])
-        with disk_errors(folder / STATE, "read"):
-            self.state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+        path = folder / STATE
+        check_stamp(path, self._stamps[STATE])
+        with disk_errors(path, "read"):
+            content = path.read_bytes()
+        try:
+            self.state: dict[str, Any] = parsed(content)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not the state of a run: {error}. Its checkpoint cannot be used.") from error
 
     def keys(self) -> list[str]:
         """Return the keys of the tensors of trained parameters: "weight", "exp_avg", ..."""

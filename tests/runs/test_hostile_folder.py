@@ -58,6 +58,8 @@ BY_HAND: dict[str, Callable[[Path], object]] = {
         it, lambda content: content["files"].update({"../../../etc/hostname": {"bytes": 1, "sha256": ""}})
     ),
     "a number as range": lambda it: sealed(it, lambda content: of_weight(content).update(ranges=[7])),
+    "elements that no file has": lambda it: sealed(it, lambda content: of_weight(content).update(ranges=[])),
+    "a state that is no text": lambda it: ((it / "state.json").write_bytes(b"\x93"), sealed(it)),
     "an unknown file": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].__setitem__(2, "x.safetensors")),
 }
 
