@@ -382,6 +382,20 @@ def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
     index, count = part
     for file in sorted(stamps)[index::count]:
         check_stamp(place_of(folder, file), stamps[file])
+        if file == STATE:
+            _read_state(folder, stamps[file])
+
+
+def _read_state(folder: Path, stamp: Stamp) -> dict[str, Any]:
+    path = folder / STATE
+    check_stamp(path, stamp)
+    with disk_errors(path, "read"):
+        content = path.read_bytes()
+    try:
+        found: dict[str, Any] = parsed(content)
+        return found
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not the state of a run: {error}. Its checkpoint cannot be used.") from error
 
 
 class Reader:
@@ -396,14 +410,7 @@ class Reader:
         self._stamps, self._tensors = read_manifest(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
-        path = folder / STATE
-        check_stamp(path, self._stamps[STATE])
-        with disk_errors(path, "read"):
-            content = path.read_bytes()
-        try:
-            self.state: dict[str, Any] = parsed(content)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not the state of a run: {error}. Its checkpoint cannot be used.") from error
+        self.state = _read_state(folder, self._stamps[STATE])
 
     def keys(self) -> list[str]:
         """Return the keys of the tensors of trained parameters: "weight", "exp_avg", ..."""
