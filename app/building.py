@@ -70,12 +70,12 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
     samples are held out for validation if the recipe asks for it. Without `to_train`, the training split may be missing if
     another split exists.
     """
-    host, is_first = socket.gethostname(), runtime.launched.local_rank == 0
+    here, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
     with runtime.together():
         prepared = task.prepare_data() if is_first else None
-    by_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
-    task = prepared or by_host.get(host) or task
+    by_host = {there: found for there, found in runtime.gather((here, prepared)) if found is not None}
+    task = prepared or by_host.get(here) or task
     with runtime.together():
         if to_train:
             task.check_training()
