@@ -4,8 +4,8 @@ RUN may be what `samerun export` wrote, or any folder of transformers with a lan
 names the text.
 
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. Under a preset that shards the model
-each reads its share of a run, if the task draws its weights (`init_module`), and all of another folder. The run's own recipe
-names the data; `data.*` overrides name other data. Classes of other data are matched with the run's by their names.
+each reads its share, if the task draws its weights (`init_module`). The run's own recipe names the data; `data.*` overrides
+name other data. Classes of other data are matched with the run's by their names.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app import options
 from app.environment.launched import Launched, read
 from app.environment.slurm_variables import own_environment
-from app.errors import DataError, SamerunError, UsageError, exits_refused, leave_with, printable
+from app.errors import CheckpointError, DataError, SamerunError, UsageError, exits_refused, leave_with, printable
 from app.options import Parser
 from app.recipe import recipe_file, task_file
 from app.recipe.schema import BatchPlan, Recipe
 from app.runs import run_folder
 
 if TYPE_CHECKING:
+    import torch
+
+    from app.distributed.runtime import Runtime
     from app.evaluation import Evaluation
 
 _FOLDER_TASK, _FOLDER_RECIPE = "causal_lm", "lm_tiny"
@@ -106,12 +110,34 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
             _, model, facts = stored_weights.load(place, recipe.task if task_file.is_own(recipe.task) else None, built=built)
             samples = mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
-            model = task.load_folder(arguments.run, samples.facts)
+            model = _load_folder(runtime, dtype, task, arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)
     form = building.form_of(runtime, recipe, task)
     scores = building.evaluation_of(runtime, task, model, samples, split=split, form=form)()
     runtime.close()
     return scores
+
+
+def _load_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, facts: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model of a folder of transformers.
+
+    Where the preset shards it, a rank reads its share, unless the files have other names than the model: only transformers
+    knows these.
+    """
+    from app.checkpoints import stored_weights
+    from app.init import filling
+
+    task.check_folder(folder, facts)
+    file = stored_weights.in_folder(folder)
+    if file is not None and filling.can_shard(runtime):
+        model, stored = filling.to_read_into(runtime, dtype, task, facts), stored_weights.open_stored(file)
+        try:
+            stored_weights.fitting(model, stored)
+        except CheckpointError:
+            return task.load_folder(folder, facts)  # type: ignore[no-any-return]
+        stored_weights.fill(model, stored)
+        return model.eval()
+    return task.load_folder(folder, facts)  # type: ignore[no-any-return]
 
 
 def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:

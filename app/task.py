@@ -323,6 +323,9 @@ class Task:
         """
         return None
 
+    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Raise DataError if samples with this metadata do not fit the network of a folder as `load_folder` takes it."""
+
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:  # noqa: ARG002
         """Return the trained network from a folder that another library wrote, on the CPU, for samples with this metadata.
 

@@ -187,9 +187,13 @@ class CausalLM(Task):
 
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""
+        return networks.build(self._sections.model, metadata, folder=folder)
+
+    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Raise DataError if the text is of another tokenizer than a folder of transformers, RecipeError if its network sees
+        later tokens."""
         configuration.check_tokenizer(folder, metadata["tokenizer"])
         self._check(to_train=False)
-        return networks.build(self._sections.model, metadata, folder=folder)
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
         """Return two rows without data. All of attention is counted, what the causal mask hides too.

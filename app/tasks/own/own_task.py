@@ -39,7 +39,7 @@ _RULE = (
 _REQUIRED = ("samples(self, split)", "model(self, metadata)", "loss(self, model, batch)")
 _UNCHECKED = (
     "check_training", "data_digests", "metadata_without_data", "notes", "init_module", "head", "adapters", "preview",
-    "export_files", "load_folder", "predict",
+    "export_files", "check_folder", "load_folder", "predict",
 )  # fmt: skip
 """Methods of the user's that are called without a check of their arguments and results."""
 _RUN_FILES = ("run.json", "model.json", "metrics.jsonl", "ledger.jsonl")
@@ -97,7 +97,16 @@ def _module(path: Path) -> ModuleType:
             f"task is {path}, but Python finds {found} by the name {name!r}. Give the file another name, such as "
             f"my_{name.replace('-', '_')}.py"
         )
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OURS or not ((path.parent / package).exists() or (path.parent / f"{package}.py").exists()):
+            raise
+        raise RecipeError(
+            f"{path.name} imports {error.name}, but Python finds Samerun's own package {package} ({error}): give yours "
+            f"another name, such as my_{package}"
+        ) from error
 
 
 class ModelProxy:

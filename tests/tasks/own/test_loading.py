@@ -85,6 +85,22 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
         tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
 
 
+def test_a_package_of_the_user_that_has_a_name_of_ours_is_named(recipe: Path) -> None:
+    (recipe.parent / "app").mkdir()
+    (recipe.parent / "line.py").write_text(f"from app.networks import Net\n{LINE}")
+    with pytest.raises(RecipeError, match=r"line.py imports app.networks, but .*: give yours another name, such as my_"):
+        tasks.of(load(str(recipe)).recipe)
+
+
+def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
+    hostile = recipe.parent / "run"
+    hostile.mkdir()
+    (hostile / "run.json").write_text("{}")
+    (hostile / "line.py").write_text("raise SystemExit('run')\ntask = int\n")
+    with pytest.raises(RecipeError, match=r"is in the run folder .*: code in a run folder is never executed"):
+        tasks.of(load(str(recipe), [f"task={hostile / 'line.py'}"]).recipe)
+
+
 def ran(*words: str, check: bool = True) -> str:
     command = [sys.executable, "-m", "launch.cli", *words] if words[0] == "launch" else [sys.executable, "-m", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
