@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64
+from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
 
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1
@@ -111,10 +111,10 @@ class SampleDraws:
 
 
 class HostDraws:
-    """The same random numbers as `Draws`, for a batch of samples on the host, as NumPy arrays."""
+    """The same random numbers as `Draws`, for a batch of samples on the host, in NumPy."""
 
     def __init__(self, seed: int, samples: NDArray[np.int64]) -> None:
-        self._seed, self._draws = seed, Draws(seed, torch.from_numpy(samples.astype(np.int64)))
+        self._seed = seed
         self.samples = samples
         """Sample numbers, int64 [B]."""
 
@@ -124,15 +124,29 @@ class HostDraws:
 
     def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] in [0, 1): the values of `Draws.uniform`."""
-        return self._draws.uniform(purpose, shape).numpy()
+        uniform: NDArray[np.float32] = (self._bits(purpose, shape) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return uniform
 
     def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] from the standard normal distribution: the values of `Draws.normal`, up to rounding."""
-        return self._draws.normal(purpose, shape).numpy()
+        bits = self._bits(purpose, shape)
+        radius = np.sqrt(-2 * np.log1p(-((bits >> np.uint64(40)) * 2.0**-24)))
+        angle = ((bits >> np.uint64(16)) & np.uint64(_BITS24)) * (2.0**-24 * 2 * np.pi)
+        normal: NDArray[np.float32] = (radius * np.cos(angle)).astype(np.float32)
+        return normal
 
     def integers(self, purpose: str, high: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]): the values of `Draws.integers`."""
-        return self._draws.integers(purpose, torch.as_tensor(high)).numpy()
+        integers: NDArray[np.int64] = (self._bits(purpose) & np.uint64(_MAX_INT64)).astype(np.int64) % high
+        return integers
+
+    def _bits(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.uint64]:
+        base = mix64_array(self.samples.astype(np.uint64) + np.uint64(derive_key(self._seed, "draws")))
+        bits: NDArray[np.uint64] = mix64_array(base ^ np.uint64(derive_key(0, "purpose", purpose)))
+        if shape:
+            lanes = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(GOLDEN64)
+            bits = mix64_array(bits[:, None] + lanes).reshape(*bits.shape, *shape)
+        return bits
 
 
 def mix64_tensor(values: Tensor) -> Tensor:

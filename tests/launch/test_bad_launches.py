@@ -59,7 +59,7 @@ FILES: dict[str, str] = {
     f'{ZERO}, "bf16": {{"enabled": true}}}}': "bf16.enabled is true, and the precision is no",
     '{"zero_optimization": {}}': "zero_optimization.stage: null: it must be 0, 1, 2 or 3",
     "{}": "no section zero_optimization",
-    f'{ZERO}, "optimizer": {{"type": "Adam"}}}}': "optimizer: the optimizer is the recipe's (optim.name)",
+    f'{ZERO}, "optimizer": {{"type": "Adam"}}}}': "optimizer: unknown or unsupported; leave it out",
     ZERO: "the preset's deepspeed_config_file, zero.json, is not JSON",
     "": "the preset's deepspeed_config_file, zero.json, cannot be read from",
 }
@@ -146,7 +146,7 @@ PROBLEMS: dict[str, str] = {
     "--array train.global_batch_size=64,63 --processes-per-node 2": "is 63, which 2 processes cannot divide",
     "--array seed=1,2 seed=3": "seed is given by --array and by seed=...: remove one of them",
     "--sbatch-option='--comment=a\nrm -r x'": "it must be one line that begins with -",
-    "-- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1",
+    "-- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=...",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_finished_runs_are_reused_and_what_fails_is_a_row_with_its_reason(swept:
     _, two, three = table(copied)
     assert (two["runs"], three["runs"], three["efficiency"]) == ("0", "0", "")
     log = copied / "multi_gpu-1x2-1.log"
-    assert two["problems"] == f"exit code 6: DataError: not there ({log})"
+    assert two["problems"] == f"exit code 6: [rank 0 on {socket.gethostname()}] DataError: not there ({log})"
     assert two["problems"] in finished.output
     assert "which 3 processes cannot divide" in three["problems"]
 

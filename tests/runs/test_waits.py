@@ -16,6 +16,7 @@ RECIPE = (
     "--trackers", "none", "--recipe", "digits", f"train.steps={STEPS}", f"log.every_steps={EVERY}", "train.ema_decay=0.9",
     "train.evaluate_every_epochs=0",
 )  # fmt: skip
+BAD = {"BAD_PASS": str(BAD_STEP), "BAD_FACTOR": "nan"}
 SGD = ("optim.name=sgd", "optim.lr=0.1")
 KINDS = {"adamw": (), "sgd": SGD}
 
@@ -40,7 +41,7 @@ def command(folder: Path, *arguments: str, script: str = "waits.py") -> tuple[st
 def test_nothing_waits_where_steps_are_taken_as_on_a_gpu(preset: str, kind: str, tmp_path: Path) -> None:
     """And the run is that of the CPU, which looks at each norm."""
     processes = 1 if preset == "cpu" else 2
-    environment = {"BAD_RANK": str(processes - 1), "LAST_STEP": str(STEPS), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**BAD, "BAD_RANK": str(processes - 1), "LAST_STEP": str(STEPS), "CUDA_VISIBLE_DEVICES": ""}
     left = run(preset, processes, *command(tmp_path / "left", *KINDS[kind]), env=environment).check()
     assert left.output.count("nothing waits from here on") == processes * (STEPS // EVERY - 1)
     looking = command(tmp_path / "looking", *KINDS[kind], script="bad_batch.py")
@@ -56,7 +57,7 @@ def on_gpu(preset: str, folder: Path, *arguments: str, precision: str = "no") ->
     waits = preset.startswith("deepspeed")
     target = command(folder, *arguments, script="bad_batch.py" if waits else "waits.py")
     launched = accelerate(preset, "--mixed_precision", precision, target=target, processes=None if preset in ALONE else 1)
-    finished = Started(launched, env={"BAD_RANK": "0", "LAST_STEP": str(STEPS)}).wait().check()
+    finished = Started(launched, env={**BAD, "BAD_RANK": "0", "LAST_STEP": str(STEPS)}).wait().check()
     assert waits or "that was all" in finished.output
     return losses(folder)
 

@@ -119,7 +119,7 @@ def test_inspect_uses_the_task_of_the_data(tmp_path: Path, capsys: pytest.Captur
     assert r"Call me \x1b[31mIshmael<|endoftext|>" in shown
     assert data_command.main(["inspect", "--recipe", "digits"]) == 0
     assert "data.source=digits" in capsys.readouterr().out
-    with pytest.raises(RecipeError, match="lm_tiny is a recipe for the task causal_lm, and this command is for pictures"):
+    with pytest.raises(RecipeError, match="lm_tiny is a recipe for the task causal_lm, and this command is for images"):
         data_command.main(["pack", "lm_tiny", "--to", "arrays", "--out", "no"])
     assert data_command.main(["inspect", "lm_tiny", "--row", "0", "data.sequence_length=20"]) == 0
     assert "=== row 0 of train: 21 tokens, 20 count as targets, documents: 1 ===\nETYMOLOGY." in capsys.readouterr().out

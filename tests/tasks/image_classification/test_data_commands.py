@@ -47,7 +47,7 @@ def test_only_large_images_are_shrunk_and_all_keep_their_place(image_folder: Pat
             assert (original.size, image.size) == ((31, 47), (30, 45))
             small = np.asarray(original.resize(image.size, Image.Resampling.LANCZOS), np.float32)
             assert np.abs(np.asarray(image, np.float32) - small).mean() < 6, "it is another image"
-    recipe = recipe_of(str(out), ["data.image_size=16", "augment.resized_crop_min_area=null"])
+    recipe = recipe_of([str(out), "data.image_size=16", "augment.resized_crop_min_area=null"])
     assert everything(open_data(recipe.sections)["train"])[1].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
@@ -60,9 +60,9 @@ def test_a_pack_holds_the_same_samples(
     out, packing = str(tmp_path / "out"), size[:2] if kind == "arrays" else []
     assert main(["pack", str(image_folder), *packing, "--to", kind, "--out", out, "--processes", "1"]) == 0
     keys = capsys.readouterr().out.split(" with ")[1].split()
-    assert recipe_of(out, []).sections.data.source == {"parquet": "huggingface"}.get(kind, kind)
-    packed = open_data(recipe_of("imagefolder", [*keys, *(WHOLE if kind == "arrays" else size)]).sections)
-    before = open_data(recipe_of(str(image_folder), size).sections)
+    assert recipe_of([str(out)]).sections.data.source == {"parquet": "huggingface"}.get(kind, kind)
+    packed = open_data(recipe_of(["imagefolder", *keys, *(WHOLE if kind == "arrays" else size)]).sections)
+    before = open_data(recipe_of([str(image_folder), *size]).sections)
     check_same(packed, before)
     assert all(packed[split].classes == before[split].classes for split in before)
 
@@ -70,7 +70,7 @@ def test_a_pack_holds_the_same_samples(
 def test_pixels_become_images_and_arrays_keep_their_fingerprint(tmp_path: Path) -> None:
     for kind in ("arrays", "webdataset"):
         main(["pack", "digits", "--to", kind, "--out", str(tmp_path / kind), "--processes", "1"])
-    before, after = (open_data(recipe_of(name, WHOLE).sections) for name in ("digits", str(tmp_path / "arrays")))
+    before, after = (open_data(recipe_of([name, *WHOLE]).sections) for name in ("digits", str(tmp_path / "arrays")))
     assert [split.fingerprint for split in before.values()] == [split.fingerprint for split in after.values()]
     images, _ = everything(before["test"])
     files = files_in(tmp_path / "webdataset", "test")
@@ -123,7 +123,7 @@ def test_inspect_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     std = np.sqrt(np.mean([(pixels**2).mean(0) for pixels in whole], 0) - mean**2)
     np.testing.assert_allclose(test["mean"], mean, atol=2e-4)
     np.testing.assert_allclose(test["std"], std, atol=2e-4)
-    assert train["fingerprint"] == open_data(recipe_of(str(folder), []).sections)["train"].fingerprint
+    assert train["fingerprint"] == open_data(recipe_of([str(folder)]).sections)["train"].fingerprint
     (folder / "train/bee/3.png").unlink()
     assert main(["inspect", str(folder)]) == 0
     assert f"data.source=imagefolder data.path={folder}\n" in capsys.readouterr().out
