@@ -1,6 +1,6 @@
 """bf16 on a machine without a GPU: a network with batch normalization and kernels of one pixel, under every kind of preset.
 
-On pictures of 32 pixels: on those of 8, ResNet-18 convolves maps of one pixel with a stride of two, which torch 2.15 computes
+On images of 32 pixels: on those of 8, ResNet-18 convolves maps of one pixel with a stride of two, which torch 2.15 computes
 wrongly on processors with instructions for bf16.
 """
 
@@ -18,8 +18,11 @@ RUN = (
     *("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "data.image_size=32"),
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
-CASES = [("fsdp2", "true"), ("deepspeed_zero3", "true")] + [
-    pytest.param(*case, marks=pytest.mark.long) for case in (("multi_gpu", "true"), ("fsdp2", "false"))
+CASES = [
+    ("fsdp2", "true"),
+    pytest.param("deepspeed_zero3", "true", marks=pytest.mark.slow),
+    pytest.param("multi_gpu", "true", marks=pytest.mark.long),
+    pytest.param("fsdp2", "false", marks=pytest.mark.long),
 ]
 
 pytestmark = pytest.mark.multiproc
