@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 20_320,
+    "code lines of app, launch and samerun": 20_400,
     "files of app, launch and samerun": 152,
-    "code lines of tests": 17_800,
+    "code lines of tests": 17_850,
     "code lines of benchmarks": 1_200,
-    "words of docs": 41_400,
+    "words of docs": 41_250,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
