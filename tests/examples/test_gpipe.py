@@ -12,7 +12,9 @@ from processes import ONE_THREAD, REPOSITORY, Started
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", (1, 2, 4, 8)), ("1f1b", (2, 4, 8))])
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"), [("gpipe", (1, 2, 4, 8)), pytest.param("1f1b", (2, 4, 8), marks=pytest.mark.long)]
+)
 def test_two_stages_are_exact_and_their_bubble_is_the_formulas(
     schedule: str, micro_batches: tuple[int, ...], tmp_path: Path
 ) -> None:
