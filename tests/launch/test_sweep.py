@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import Started, clean_environment, read
+from processes import Started, clean_environment, read, read_lines
 from refusals import Refused
 
 from app.errors import STOPPED, TrainingError, UsageError
@@ -68,7 +68,7 @@ def test_a_sweep_is_interrupted_goes_on_and_outlives_a_run_that_fails(tmp_path: 
     command = [sys.executable, "-m", "launch.cli", "sweep", "optim.lr=0.003,1e30", *SMALL]
     good, bad = (tmp_path / "runs/digits-sweep" / f"lr={rate}" for rate in ("0.003", "1e30"))
     started = Started(command, cwd=tmp_path)
-    while not (good / "metrics.jsonl").exists():
+    while not (good / "metrics.jsonl").exists() or not read_lines(good / "metrics.jsonl"):
         assert not started.is_over()
         time.sleep(0.05)
     os.kill(started.processes()[0].pid, signal.SIGINT)
