@@ -83,6 +83,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_frozen_rank_is_ended_with_the_others(tmp_path):
     running = started("--patience", "8", folder=tmp_path)
     frozen: list[psutil.Process] = []

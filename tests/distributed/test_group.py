@@ -24,8 +24,7 @@ BY_TORCH_S, LATE_S = 10, 15
     "preset",
     [
         "deepspeed_zero3",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        *(pytest.param(preset, marks=pytest.mark.long) for preset in ("multi_gpu", "deepspeed_zero2")),
+        *(pytest.param(preset, marks=pytest.mark.long) for preset in ("multi_gpu", "deepspeed_zero2", "fsdp2")),
     ],
 )
 def test_ranks_wait_for_a_late_one_for_longer_than_torch_would_let_them(preset: str) -> None:

@@ -36,7 +36,9 @@ def test_a_run_is_ours(folder: Path) -> None:
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "preset", ["multi_gpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed_zero2", "fsdp2"))]
+)
 def test_each_line_of_a_start_is_ours(preset: str, tmp_path: Path) -> None:
     """No warning of a library that nobody can act upon, in a home without settings."""
     finished = started(tmp_path, "--preset", preset, "--processes", "2", *TWO_STEPS, HOME=str(tmp_path))

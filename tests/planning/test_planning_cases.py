@@ -22,7 +22,7 @@ RESNET = ("digits", "model.name=resnet18", "train.global_batch_size=64")
 LLAMA = ("lm_tiny", "model.hidden_size=512", "model.heads=8", "model.layers=6", "data.sequence_length=256")
 GPT2 = ("lm_tiny", "model.architecture=gpt2", "model.hidden_size=384", "model.layers=8", "model.vocab_size=8192")
 CASES = [
-    pytest.param("cpu", "no", (*GPT2, BLOCKS, "optim.name=nadam"), marks=pytest.mark.slow),
+    pytest.param("cpu", "no", (*GPT2, BLOCKS, "optim.name=nadam"), marks=pytest.mark.long),
     pytest.param("fsdp2", "no", RESNET, marks=pytest.mark.slow),
     pytest.param("cpu", "no", (*RESNET, "optim.name=sgd", "optim.lr=0.01"), marks=pytest.mark.long),
     pytest.param("cpu", "bf16", LLAMA, marks=pytest.mark.long),

@@ -20,7 +20,7 @@ RUN = (
 )
 CASES = [
     ("fsdp2", "true"),
-    pytest.param("deepspeed_zero3", "true", marks=pytest.mark.slow),
+    pytest.param("deepspeed_zero3", "true", marks=pytest.mark.long),
     pytest.param("multi_gpu", "true", marks=pytest.mark.long),
     pytest.param("fsdp2", "false", marks=pytest.mark.long),
 ]

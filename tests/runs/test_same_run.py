@@ -103,10 +103,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def both_optimizers() -> Iterator[Any]:
-    """Each topology with each optimizer. The fast ones differ most; SGD on the others is long."""
+    """Each topology with each optimizer. The fast ones differ most; SGD on the others, and what others imply, is long."""
     for topology, optimizer in itertools.product(TOPOLOGIES, OPTIMIZERS):
         fast = topology in (("cpu", 1, 2), ("multi_gpu", 2, 2), ("fsdp2", 2, 1), ("deepspeed_zero3", 2, 1))
-        marks = LONG if optimizer == "sgd" and topology[0] != "fsdp2" else () if fast else SLOW
+        is_rare = topology in (("multi_gpu", 2, 1), ("deepspeed_zero1", 2, 1))
+        marks = LONG if is_rare or (optimizer == "sgd" and topology[0] != "fsdp2") else () if fast else SLOW
         yield pytest.param(*topology, optimizer, marks=marks, id="-".join(map(str, (*topology, optimizer))))
 
 
