@@ -31,8 +31,8 @@ GPU_ARGS ?=
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
 
-# Three workers on two cores: the tests wait as long as they compute, for schedulers, time limits and processes that end.
-PYTEST := $(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --seconds-per-file
+# Two workers: the tests wait as long as they compute, for schedulers, time limits and processes that end.
+PYTEST := $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --seconds-per-file
 
 test: $(VENV)/.compiled | lab-packages
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)

@@ -19,9 +19,9 @@ from saved import small_disk  # noqa: F401 - a fixture
 from slurm_lab import RECIPE, STEPS
 
 # By the time that they take.
-LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
-              "test_doctor", "test_submit_lab", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
-              "test_sharded_state", "test_requeue", "test_kills"]  # fmt: skip
+LONG_FILES = ["test_learn", "test_requeue_lab", "test_slurm_lab", "test_same_run", "test_lm_same_run", "test_hosts_lab",
+              "test_resume", "test_divided_runs", "test_lora", "test_doctor", "test_bf16", "test_handshake",
+              "test_sharded_state", "test_group", "test_failed_runs", "test_memory"]  # fmt: skip
 
 SHOWN_FILES = 40
 NO_GPU = "needs a CUDA device"

@@ -53,7 +53,11 @@ LANGUAGE = ("--recipe", "lm_tiny", "model.hidden_size=64", "model.layers=2", "da
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "told"), [("hsdp", {"replicas": 2}), ("tensor_parallel", {"tensor_parallel": 2, "data_ranks": 2})]
+    ("preset", "told"),
+    [
+        ("hsdp", {"replicas": 2}),
+        pytest.param("tensor_parallel", {"tensor_parallel": 2, "data_ranks": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_a_model_divided_within_nodes_is_that_of_one_process_which_takes_it_up(
     lab: Lab, tmp_path: Path, preset: str, told: dict[str, int]

@@ -81,7 +81,9 @@ def cases() -> Iterator[Any]:
     yield pytest.param(("fsdp2", 2, 1), (*GPT2, "model.head=chunked"), 20, 1e-5, marks=SLOW)
     for name, (processes, accumulation, tolerance, words) in TENSOR.items():
         topology = ("tensor_parallel", processes, accumulation)
-        yield pytest.param(topology, words, 20, tolerance, marks=SLOW, id=f"tensor_parallel: {name}")
+        yield pytest.param(
+            topology, words, 20, tolerance, marks=LONG if name == "llama" else SLOW, id=f"tensor_parallel: {name}"
+        )
     for topology in DOUBLE:  # the norms of transformers' Llama compute in float32 in any case, and differ by 2e-8
         yield pytest.param(topology, (*GPT2, "train.dtype=float64"), 100, 1e-9, marks=LONG)
 
