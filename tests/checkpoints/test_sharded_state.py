@@ -108,6 +108,7 @@ LAYOUTS = ["ddp", "fsdp2", "hsdp", "tp2_fsdp2", "tp4", "tp1_fsdp2"]
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_what_is_saved_under_one_layout_is_read_under_every_other(tmp_path: Path) -> None:
     """Rows, columns, rows of columns and copies of them, also where nothing comes out even."""
     command = [sys.executable, str(SCRIPTS / "layouts.py"), str(tmp_path)]

@@ -23,7 +23,7 @@ BY_TORCH_S, LATE_S = 10, 15
 @pytest.mark.parametrize(
     "preset",
     [
-        "deepspeed_zero3",
+        pytest.param("deepspeed_zero3", marks=pytest.mark.slow),
         *(pytest.param(preset, marks=pytest.mark.long) for preset in ("multi_gpu", "deepspeed_zero2", "fsdp2")),
     ],
 )

@@ -38,6 +38,7 @@ def test_of_a_rank_whose_data_do_not_come_and_one_that_waits_for_it_the_stacks_a
     assert "exitcode  : 12 " in finished.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_pythons_lock_ends_and_says_where_it_stood(tmp_path: Path) -> None:
     finished = Started([sys.executable, STUCK, "0", "lock", *arguments(tmp_path)], env={"OMP_NUM_THREADS": "1"}).wait()
     assert finished.returncode == 1, finished.output

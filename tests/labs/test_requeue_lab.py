@@ -157,6 +157,7 @@ def assert_finished(over: Job, run_dir: Path, undisturbed: list[float]) -> None:
     assert losses(run_dir) == pytest.approx(undisturbed, rel=1e-5), over.output
 
 
+@pytest.mark.slow
 def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
     """The processes behind the cut cable live on while the job is run again elsewhere, over the same run folder."""
     jobs = {}

@@ -19,7 +19,7 @@ RUN = (
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
 CASES = [
-    ("fsdp2", "true"),
+    pytest.param("fsdp2", "true", marks=pytest.mark.slow),
     pytest.param("deepspeed_zero3", "true", marks=pytest.mark.long),
     pytest.param("multi_gpu", "true", marks=pytest.mark.long),
     pytest.param("fsdp2", "false", marks=pytest.mark.long),

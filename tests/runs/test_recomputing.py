@@ -104,7 +104,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("cpu", 1, 0),
         ("fsdp2", 2, 0),
-        ("deepspeed_zero3", 2, RESUMED),
+        pytest.param("deepspeed_zero3", 2, RESUMED, marks=SLOW),
         pytest.param("multi_gpu", 2, 0, marks=SLOW),
         pytest.param("deepspeed_zero2", 2, 0, marks=SLOW),
         pytest.param("hsdp", 4, 0, marks=SLOW),
