@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.sharded_state import WeightAverage
 from app.distributed.control import NOTHING, Control, Patience, Request
 from app.distributed.runtime import Runtime
+from app.environment import host
 from app.errors import TrainingError
 from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
@@ -40,7 +43,12 @@ class Display:
         """Print lines, each with the time of day."""
         if self._is_main:
             for line in text.splitlines():
-                print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)  # noqa: T201 - what people read
+                try:
+                    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)  # noqa: T201 - what people read
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    host.redirect_to_null([sys.stdout.fileno()])  # the terminal is gone, and SIGHUP on its way
 
     def show(self, line: Mapping[str, Any]) -> None:
         """Print the latest line of metrics, if it is the last one or the one before was a while ago."""

@@ -14,6 +14,7 @@ replaced by timed ones while a run trains.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import time
 from collections import deque
@@ -24,7 +25,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.modules.linear_cross_entropy  # registers its operators
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -281,6 +281,8 @@ def training_flops(model: torch.nn.Module, forward: Callable[[Callable[..., Any]
 
 def _chunked_heads() -> dict[Any, Callable[..., int]]:
     """Return the arithmetic of torch's linear cross entropy in chunks, which its counter takes for nothing."""
+    with suppress(ImportError):  # torch 2.11, which GPU machines may have, has none
+        importlib.import_module("torch.nn.modules.linear_cross_entropy")  # registers its operators
     heads = {"_linear_cross_entropy_batch_chunked": _reduced_head, "_linear_cross_entropy_batch_chunked_no_reduction": _head}
     return {getattr(torch.ops.torch_nn, name): count for name, count in heads.items() if hasattr(torch.ops.torch_nn, name)}
 

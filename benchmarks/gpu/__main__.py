@@ -82,7 +82,6 @@ PARTS = {
     "not_finite": Part("tests that start processes on the GPU, among them NaN at step 3 under each preset and optimizer", 90,
                        tests=("-m", "gpu and multiproc", "tests", "--ignore", _GPU), together=10),
     "saving": Part("how long a save holds the training", 45, _saving),
-    "packed": Part("ResNet-50 on the photographs as `samerun data pack` shrinks them once", 60, images.packed),
 }  # fmt: skip
 
 

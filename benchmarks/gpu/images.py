@@ -2,7 +2,7 @@
 
 Both loops train in bf16 with a fused optimizer, ResNet-50 with channels_last. On made-up images the hand-written loop has one
 batch on the device and needs no feed at all, while Samerun looks its batches up in a mapped file, copies and normalizes them.
-Photographs are JPEG files with random crops and flips, decoded by workers; `samerun data pack --max-side` shrinks them once.
+Photographs are JPEG files with random crops and flips, decoded by workers.
 
     python -m benchmarks.gpu.images FILE
 
@@ -75,15 +75,6 @@ def on_photographs(options: argparse.Namespace, folder: Path) -> int:
     write_photographs(folder / "photographs", options.photographs)
     pair = _pair(options, "photographs", resnet(options, folder / "photographs", photographs=True))
     return _contest(pair, options, folder) | _run_recipe(options, folder / "run", f"data.path={folder / 'photographs'}")
-
-
-def packed(options: argparse.Namespace, folder: Path) -> int:
-    """The same photographs, shrunk once."""
-    write_photographs(folder / "photographs", options.photographs)
-    words = ["data", "pack", str(folder / "photographs"), "--to", "imagefolder", "--out", str(folder / "packed")]
-    words += ["--max-side", str(options.image_size * 8 // 7)]
-    subprocess.run([*program("launch.cli"), *words], check=True, stdout=sys.stderr)
-    return _contest(_pair(options, "packed", resnet(options, folder / "packed", photographs=True)), options, folder)
 
 
 def shipped(options: argparse.Namespace, folder: Path) -> int:

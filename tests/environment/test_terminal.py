@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 from processes import ONE_THREAD, REPOSITORY, clean_environment, read
 
 from app.errors import STOPPED
+from app.loop import Display
 from launch.run_module import program
 
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
@@ -128,6 +130,18 @@ def test_a_lost_terminal_makes_a_run_save_and_stop(terminal: Callable[..., Termi
     outcome = read(tmp_path / "outcome.json")
     assert (outcome["outcome"], outcome["reason"]) == ("stopped", "SIGHUP was received: the terminal is gone")
     assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_lines_for_a_terminal_that_is_gone_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses them before it has told any process."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        display = Display(total_steps=2, is_main=True, unit="samples")
+        os.close(ours)
+        with pytest.raises(OSError, match="Input/output error"):
+            print("a line", flush=True)
+        display.say("one line\nand another")
 
 
 def test_after_nohup_a_run_goes_on(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from languages import save_network
 from processes import train
 from small_tokenizer import MARKED, PLAIN, SPECIAL, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer
 
 from app.errors import DataError
 from app.tasks.causal_lm.data import store
@@ -59,6 +58,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def trl_makes(folder: Path, tokenizer: str, rows: list[dict[str, Any]]) -> list[tuple[list[int], list[bool]]]:
     """What trl trains on: tokens of each example, cut at as many as a row has, and whether its label counts."""
     config = LlamaConfig(vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    from trl import SFTConfig, SFTTrainer  # not where GPU tests are collected
+
     arguments = SFTConfig(output_dir=str(folder), max_length=LENGTH + 1, assistant_only_loss="messages" in rows[0],
                           use_cpu=True, bf16=False, report_to="none")  # fmt: skip
     library = AutoTokenizer.from_pretrained(tokenizer)
