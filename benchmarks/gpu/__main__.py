@@ -67,7 +67,7 @@ class Part(NamedTuple):
 _GPU = "tests/runs/test_gpu.py"
 PARTS = {
     # pytest-xdist deals tests one by one as long as they are fewer than twice those that run together.
-    "presets": Part("each preset trains, goes on, and agrees with the CPU and with itself", 120,
+    "presets": Part("each preset trains, goes on, and agrees with the CPU and with itself", 160,
                     tests=("-m", "gpu and multiproc", _GPU), together=14),
     "text": Part("GPT-2 124M in bf16 beside a hand-written loop and transformers' Trainer", 130, text.measure),
     "eager": Part("ResNet-50 in bf16 beside a hand-written loop, AdamW and SGD", 80, images.eager),

@@ -231,8 +231,9 @@ def head_in_half_precision(*, chunked: bool, autocast: bool, by_row: bool) -> tu
 
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_half_precision_in_chunks_is_that_of_all_logits(autocast: bool, by_row: bool) -> None:
+def test_half_precision_in_chunks_is_that_of_all_logits(autocast: bool, by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own chunks add half-precision losses up in half precision, and miss by 6 % for 2,048 tokens."""
+    monkeypatch.setattr(model, "_FEWEST_LOGITS", 200 * 300)
     whole = head_in_half_precision(chunked=False, autocast=autocast, by_row=by_row)
     chunked = head_in_half_precision(chunked=True, autocast=autocast, by_row=by_row)
     assert chunked[0].dtype == torch.float32
