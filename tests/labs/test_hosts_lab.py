@@ -84,6 +84,7 @@ exec {enter} "$host" env -i HOME="$HOME" PATH=/usr/bin:/bin OMP_WAIT_POLICY=pass
     return lab.start(MPIRUN, *arguments, env={"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": command, **AS_ROOT})
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_over_two_hosts(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     finished = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *RECIPE).wait().check()
@@ -143,6 +144,7 @@ exec srun --quiet --nodes=1 --ntasks=1 --nodelist="$host" --chdir={home} /usr/bi
     return lab.start("/usr/bin/env", "-i", "-C", home, *batch, "/bin/bash", PBS, node="node1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.long)])
 def test_qsub_on_two_hosts(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
     arguments = ("--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE, "profile.steps=2:4")

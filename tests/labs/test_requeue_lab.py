@@ -174,7 +174,7 @@ def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed:
         assert_finished(lab.wait(job), tmp_path / how, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_time_limit_ends_in_a_finished_run(lab: Lab, limited: Limited, undisturbed: list[float]) -> None:
     over = lab.wait(limited.job)
     assert_finished(over, limited.run_dir, undisturbed)

@@ -82,6 +82,7 @@ def test_a_model_divided_within_nodes_is_that_of_one_process_which_takes_it_up(
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "alone")[3:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_shell_of_salloc(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     """Which runs on no node of the job, and is not told of its GPUs."""
     command = f"samerun launch --run-dir {tmp_path} {shlex.join(RECIPE)}"

@@ -34,7 +34,9 @@ def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: tracing.Blueprint, 
     assert max(map(sum, extended.values())) == max(map(sum, whole.values()))
 
 
-@pytest.mark.parametrize("how", [PassOptions(6, shards=4), PassOptions(6, "bf16", recomputes=True, shards=32)])
+@pytest.mark.parametrize(
+    "how", [PassOptions(6, shards=4), pytest.param(PassOptions(6, "bf16", recomputes=True, shards=32), marks=pytest.mark.slow)]
+)
 def test_two_sizes_determine_all_others(deep: tracing.Blueprint, how: PassOptions) -> None:
     whole, line = tracing.traced(deep, how), memory.interpolate(DEEP, 1, how)
     assert max(map(sum, line.values())) == pytest.approx(max(map(sum, whole.values())), rel=0.005)

@@ -165,7 +165,9 @@ def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, pre
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("fsdp2",), 0, r"floor: one process differs from itself by \d\.\de-\d\d with two passes a batch"),
+        pytest.param(
+            ("fsdp2",), 0, r"floor: one process differs from itself by \d\.\de-\d\d with two passes a batch", marks=SLOW
+        ),
         # Batch statistics are those of a micro-batch, so these runs cannot be the same.
         pytest.param(("multi_gpu", "model.norm=batch"), 1, "the floor explains multi_gpu-2x1: ", marks=LONG),
     ],
