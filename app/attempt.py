@@ -11,7 +11,8 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from app.checkpoints import checkpoint, step_folders, stored_weights
 from app.checkpoints.checkpoint import Resumed, check_same_run
 from app.checkpoints.sharded_state import unwrapped
 from app.data.samples import Splits
-from app.distributed import handshake
+from app.distributed import handshake, model_preparation
 from app.errors import CheckpointError, RunFolderError
 from app.loop import Ended, Training
 from app.metrics.trackers import Trackers, tracked
@@ -49,6 +50,20 @@ def launched_preset(given: str | None) -> Path | None:
     named += [word.partition("=")[2] for word in command if word.startswith("--config_file=")]
     path = Path(folder, named[0]) if named else Path(given or "")
     return path if path.is_file() else None
+
+
+def typed_command() -> list[str]:
+    """Return the command that the user typed: that of the outermost parent process that is `samerun` or `accelerate launch`."""
+    typed = sys.argv
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            names = ["samerun" if word == "launch.cli" else Path(word).name for word in words]
+            for number, (name, command) in enumerate(pairwise(names[:6])):
+                if name in ("samerun", "accelerate") and command in ("launch", "sweep", "scale", "parity", "train"):
+                    typed = [name, *words[number + 1 :]]
+                    break
+    return typed
 
 
 def source_commit() -> str | None:
@@ -88,17 +103,19 @@ def find_checkpoint(parts: Parts, options: Namespace) -> Resumed | None:
     with runtime.together():
         if runtime.is_main and run_dir is not None:
             run_folder.refuse_links(Path(run_dir))
+    newest = next(iter(step_folders.candidates(place)), None)
     folder = checkpoint.find(runtime, place)
     with runtime.together():
         if folder is not None:
             sources, may_differ = tasks.sources(recipe.task), options.changed_task
-            return check_same_run(folder, recipe, parts.data.facts, parts.length, sources=sources, may_differ=may_differ)
+            same = check_same_run(folder, recipe, parts.data.facts, parts.length, sources=sources, may_differ=may_differ)
+            return replace(same, newest=newest)
         if resume != checkpoint.AUTO:
-            raise CheckpointError(
-                f"--resume is {resume}, where there is no checkpoint: give auto, never, or the path of a checkpoint."
-            )
+            raise CheckpointError(f"--resume is {resume}, where there is no checkpoint: give auto, never or the path of one.")
         if runtime.is_main:
-            run_folder.check_may_begin_again(place)
+            run_folder.refuse_finished(place)
+            if (place / run_folder.RECIPE).exists():
+                print(f"{place} has no checkpoint yet: the run starts from step 1", flush=True)  # noqa: T201
     return None
 
 
@@ -124,7 +141,7 @@ def open_run_folder(
             committed = step_folders.committed(ours.path)
             if not committed:
                 run_folder.refuse_finished(ours.path)
-            is_newer = bool(committed) and not (isinstance(origin, Resumed) and committed[0] == origin.folder)
+            is_newer = bool(committed) and not (isinstance(origin, Resumed) and committed[0] == origin.newest)
     if runtime.from_main(is_newer) and may_exist:
         origin = find_checkpoint(parts, options) or origin
     resumed = origin if isinstance(origin, Resumed) else None
@@ -195,8 +212,9 @@ def _describe(parts: Parts, preset: Path | None, hosts: list[str]) -> dict[str, 
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "global_batch_size": plan.global_batch_size,
+        "batch_norms": len(model_preparation.unsynchronized_batchnorms(parts.model)),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": typed_command(),
         "directory": str(Path.cwd()),
         "commit": source_commit(),
         "versions": {"python": sys.version.split()[0], **handshake.versions()},
@@ -240,12 +258,8 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Ended
                 info["run"] = run_folder.read_json(opened.claim.path / run_folder.RUN)
                 card = tasks.card(training.recipe.task, facts, info["recipe"])
                 files = {**task.export_files(facts, info), model_card.FILE: model_card.written(card, info)}
-            stored_weights.save(
-                opened.claim,
-                stored_weights.described(training.recipe, facts),
-                stored_weights.merged(weights, task.adapters(unwrapped(training.model))),
-                files,
-            )
+            merged = stored_weights.merged(weights, task.adapters(unwrapped(training.model)))
+            stored_weights.save(opened.claim, stored_weights.described(training.recipe, facts), merged, files)
     steps = ended.step - training.first_step  # none if a finished run was resumed
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     scored: dict[str, Any] = {}

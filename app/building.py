@@ -26,7 +26,7 @@ from app.distributed import model_preparation, numerics
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.environment import host
-from app.errors import DataError, PresetError, TrainingError
+from app.errors import DataError, PresetError, TrainingError, noted
 from app.evaluation import Evaluation, evaluate
 from app.init import filling
 from app.init.units import Units
@@ -136,7 +136,8 @@ def evaluation_of(
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.data_ranks)
     fed = _rank_batches(runtime, samples, batches, seed=None)
-    return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
+    scoring = noted(lambda _: f"The {split} samples were being scored")
+    return scoring(functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form))
 
 
 def evaluations(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], Evaluation]]:
@@ -155,7 +156,7 @@ def evaluations(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], 
 def try_metrics(parts: Parts, model: torch.nn.Module) -> None:
     """Let a user's task score one micro-batch, if a split will be scored. All ranks call it. Raises TrainingError."""
     task, data = parts.task, parts.data
-    if isinstance(task, OwnTask) and overrides(task, "metrics") and data.scored:
+    if isinstance(task, OwnTask) and data.scored:
         samples = scored_samples(parts.loaded.recipe, data, next(iter(data.scored)))
         numbers = np.arange(parts.runtime.plan.micro_batch)
         batch = _batch_of(parts.runtime, samples, np.where(numbers < len(samples), numbers, -1))

@@ -32,7 +32,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -152,7 +152,7 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
     """
     if rank != 0:
         time.sleep(1.0)
-    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
+    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else "samerun: "
     print(f"{who}{type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
     sys.stdout.flush()
     os._exit(error.exit_code)
@@ -167,16 +167,42 @@ def exits_refused() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        ours, libraries = Path(__file__).parents[1], map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-        others = tuple(map(str, (ours / "app", ours / "launch", *libraries, "<")))  # "<frozen importlib._bootstrap>"
-        own = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(others)]
-        if not own:
+        if not (own := _of_user(traceback.extract_tb(error.__traceback__))):
             raise
         file, line = Path(own[-1].filename), own[-1].lineno
         raise RecipeError(
             f"{file.name} ends the program with sys.exit({error.code!r}) in line {line} ({file}): raise an exception instead, "
             "or guard what only a script does with `if __name__ == '__main__':`"
         ) from error
+
+
+@contextmanager
+def noted(sentence: Callable[[BaseException], str]) -> Iterator[None]:
+    """Add a sentence, which is printed below the traceback, to an error that is raised in the block."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, SamerunError):
+            error.add_note(sentence(error))
+        raise
+
+
+def _of_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames in files of the user: not in ours, Python's or a library's."""
+    ours, names = Path(__file__).parents[1], ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    others = (ours / "app", ours / "launch", *map(sysconfig.get_path, names), "<")  # "<frozen importlib._bootstrap>"
+    return [it for it in frames if not it.filename.startswith(tuple(map(str, others)))]
+
+
+def short_traceback(error: BaseException) -> str:
+    """Return the traceback of an error with the frames in files of the user and the last one; all, if the user has none."""
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        if own := _of_user(part.stack):
+            part.stack = traceback.StackSummary.from_list(own + [it for it in part.stack[-1:] if it not in own])
+        part = part.__cause__ or part.__context__
+    return "".join(whole.format())
 
 
 def skip_destructors_if_failed() -> threading.Event:

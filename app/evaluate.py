@@ -45,27 +45,23 @@ _IGNORED = ("model", "augment", "train", "optim", "log", "checkpoint", "profile"
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
-    parser = Parser(prog="samerun evaluate", description="Evaluate a finished run or an exported model.")
-    parser.add_argument("run", type=Path, help="run folder, exported model or transformers folder")
-    parser.add_argument("--recipe", help="for a transformers folder: a recipe, by name or path, with the text to score")
-    parser.add_argument(
-        "--split",
-        choices=("train", "validation", "test"),
-        help="split to score (default: test, or validation if there is no test split)",
-    )
+    parser = Parser("evaluate", "Evaluate a finished run or an exported model.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, exported model or transformers folder")
+    parser.add_argument("--recipe", metavar="NAME|PATH", help="for a transformers folder: the recipe with the text to score")
+    parser.add_argument("--split", choices=("train", "validation", "test"), help="split to score (default: test, or validation "
+        "if there is no test split)")  # fmt: skip
     options.add_best(parser)
+    options.add_full_traceback(parser)
     options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's: data.*")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe values that override the run's: "
+        "data.*")  # fmt: skip
     launched = Launched()
     try:
         arguments = parser.parse_all(argv)
         keys = [word.partition("=")[0].strip() for word in arguments.overrides]
         if ignored := [key for key in keys if key.partition(".")[0] in _IGNORED and key not in _USED]:
-            raise UsageError(
-                f"{', '.join(ignored)}: it has no effect here, because the model is that of the run; give data.* or one of "
-                f"{', '.join(_USED)}"
-            )
+            raise UsageError(f"{', '.join(ignored)}: it has no effect here; give data.* or one of {', '.join(_USED)}")
         launched = read(own_environment())
         with exits_refused():
             scores = _score(launched, arguments)
@@ -85,17 +81,15 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app.distributed.runtime import Runtime
     from app.init import filling
 
-    is_ours = (
-        arguments.best or (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
-    )
+    is_foreign = (arguments.run / "config.json").exists() and not (arguments.run / run_folder.MODEL_CONFIG).exists()
+    is_ours = arguments.best or not is_foreign
     recipe = _recipe(arguments, is_ours=is_ours)
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * ranks, data_ranks=ranks, accumulation=1)
-    runtime = Runtime(
-        launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic, workers=arguments.workers
-    )
+    train, workers = recipe.train, arguments.workers
+    runtime = Runtime(launched, plan, tf32=train.tf32, deterministic=train.deterministic, workers=workers)
     task, data = building.open_data(runtime, recipe, to_train=False)
     split = arguments.split or next(reversed(data.scored), "train")
     dtype = runtime.input_dtype(getattr(torch, recipe.train.dtype))
@@ -157,16 +151,13 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
 
 
 def _table(scores: Evaluation) -> str:
-    words = {"split": scores.split, "samples": f"{scores.samples:,}"} | {
-        name.replace("_", " "): f"{score:.4f}" for name, score in scores.scores.items()
-    }
-    width = max(map(len, words))
-    lines = [f"{name:{width}}  {value}" for name, value in words.items()]
+    rows = [("split", scores.split), ("samples", f"{scores.samples:,}")]
+    rows += [(name.replace("_", " "), f"{score:.4f}") for name, score in scores.scores.items()]
     for name, table in scores.tables.items():
-        width = max(len(row) for row in table)
-        lines += ["", name.replace("_", " ")]
-        lines += [f"  {row:{width}}  {'no samples' if score is None else f'{score:.4f}'}" for row, score in table.items()]
-    return "\n".join(lines) + "\n"
+        rows += [("", ""), (name.replace("_", " "), "")]
+        rows += [(f"  {row}", "no samples" if score is None else f"{score:.4f}") for row, score in table.items()]
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:{width}}  {value}".rstrip() + "\n" for name, value in rows)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,12 @@ class Evaluation:
     def in_words(self, *names: str) -> str:
         """Return some of the scores, those that there are, each once: `test accuracy 0.9806, test loss 0.0712`."""
         there = [name for name in dict.fromkeys(names) if name in self.scores]
-        return ", ".join(f"{self.split} {name.replace('_', ' ')} {self.scores[name]:.4f}" for name in there)
+        return ", ".join(f"{self.split} {name.replace('_', ' ')} {number(self.scores[name])}" for name in there)
+
+
+def number(value: float) -> str:
+    """Return a loss or score as a line shows it."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
 @torch.no_grad()
@@ -89,9 +94,7 @@ def evaluate(
     parameter_groups.set_training(model, mode=was_training)
     counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
-        raise DataError(
-            f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated samples."
-        )
+        raise DataError(f"the evaluation counted {counted} samples instead of {size}: the loader lost or repeated samples.")
     gathered = None
     if rows:
         numbered = runtime.gather_rows(torch.cat([torch.cat(numbers)[:, None].double(), torch.cat(rows).double()], dim=1)).cpu()

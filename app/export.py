@@ -1,4 +1,4 @@
-"""`samerun export CHECKPOINT_OR_RUN`: the trained weights of a checkpoint as a plain `model.safetensors`.
+"""`samerun export RUN|CHECKPOINT`: the trained weights of a checkpoint as a plain `model.safetensors`.
 
     model.safetensors   the parameters, in the precision that they were trained in, and the buffers, by their plain names
     model.json          what rebuilds the model around them
@@ -53,14 +53,14 @@ def main(argv: Sequence[str]) -> int:
     reader = Reader(folder)
     key = reader.finished_key() if options.weights is None else _KEYS[options.weights]
     if key not in reader.keys():  # noqa: SIM118 - it is no dict
-        raise CheckpointError(
-            f"{reader.folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw."
-        )
+        raise CheckpointError(f"{folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw.")
     out = options.out
     if out is None:
         folder = folder.absolute()
         run = folder.parents[1] if folder.parent.name == step_folders.FOLDER else folder.parent
         out = run / "exported" / f"{folder.name}{'-adapter' if options.adapter else ''}"
+    if out.is_file() and out.suffix != ".safetensors":
+        raise RunFolderError(f"--out {out} is a file: give a folder, or one that ends in .safetensors for the weights alone.")
     if options.to is not None:
         _check_program(options, reader, out)
         written = _export_with_program(reader, out, to=options.to, key=key, force=options.force)
@@ -106,9 +106,7 @@ def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> No
     """Raise RunFolderError if there cannot be a program, or something is there that is not to be replaced."""
     if options.adapter or out.suffix == ".safetensors":
         other = "--adapter" if options.adapter else f"--out {out}"
-        raise RunFolderError(
-            f"--to {options.to} writes the whole model into a folder, and cannot be combined with {other}: leave {other} out."
-        )
+        raise RunFolderError(f"--to {options.to} writes the whole model into a folder: leave {other} out.")
     if reader.state["recipe"].get("task") in tasks.WITH_FOLDERS:
         raise RunFolderError(
             f"--to {options.to} is not for language models: export the folder without it, and convert it with "
@@ -122,9 +120,7 @@ def _check_replacing(paths: Sequence[Path], *, force: bool) -> None:
     """Raise RunFolderError if files exist that are not to be replaced."""
     existing = sorted({path for path in paths if path.exists()})
     if existing and not force:
-        raise RunFolderError(
-            f"{', '.join(map(str, existing))} exists already: choose another --out, or replace it with --force."
-        )
+        raise RunFolderError(f"{', '.join(map(str, existing))} exists already: choose another --out, or replace it by --force.")
 
 
 def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool) -> list[Path]:
@@ -245,16 +241,14 @@ def _put(path: Path, content: bytes | Mapping[str, Content]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun export",
-        description="Write the weights of a checkpoint as a plain model.safetensors file, with the files that rebuild the "
-        "model. Needs no GPU and little memory, whatever the size of the model.",
-    )
-    parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder (its newest "
-        "complete checkpoint)")  # fmt: skip
+    parser = Parser("export", "Write the weights of a checkpoint as a plain model.safetensors file, with the files that "
+        "rebuild the model. Needs no GPU and little memory, whatever the size of the model.")  # fmt: skip
+    parser.add_argument("place", type=Path, metavar="RUN|CHECKPOINT", help="run folder (its newest complete "
+        "checkpoint), or a checkpoint")  # fmt: skip
     options.add_best(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="folder for model.safetensors, model.json and "
-        "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
+    options.add_full_traceback(parser)
+    parser.add_argument("--out", type=Path, metavar="PATH", help="folder for model.safetensors, model.json and "
+        "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/STEP)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "
         "themselves (default: average if the run has one, else raw)")  # fmt: skip
     parser.add_argument("--to", choices=PROGRAMS, help="also write a program that needs no code of ours: torch, model.pt2 by "

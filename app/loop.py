@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import errno
+import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +19,9 @@ from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.sharded_state import WeightAverage
 from app.distributed.control import NOTHING, Control, Patience, Request
 from app.distributed.runtime import Runtime
-from app.environment import host
 from app.errors import TrainingError
-from app.evaluation import Evaluation
+from app.evaluation import Evaluation, number
+from app.files.text_files import duration
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
 from app.optim import parameter_groups
@@ -27,8 +30,9 @@ from app.optim.steps import Step, Steps
 from app.recipe.schema import Recipe
 from app.task import Task
 
-_LINES_EVERY_S = 5.0
-"""Least time between two lines of metrics: one every few seconds shows that a run is alive; more would bury what matters."""
+_LINES_EVERY_S, _LINES_ON_TERMINAL_EVERY_S, _PROGRESS_EVERY_S = 5.0, 60.0, 0.5
+"""Least time between two lines of metrics: one every few seconds shows that a run is alive; more would bury what matters. On a
+terminal a line of progress, rewritten in place, shows it."""
 
 
 class Display:
@@ -37,33 +41,52 @@ class Display:
     def __init__(self, *, total_steps: int, is_main: bool, unit: str) -> None:
         """`unit` is what is counted by the second."""
         self._total_steps, self._is_main, self._unit = total_steps, is_main, unit
-        self._shown_s = -_LINES_EVERY_S
+        # Of a user's terminal both are one. mpirun gives its processes another for stdout, and writes it into a file.
+        self._in_place = is_main and os.isatty(0) and os.isatty(1)
+        self._shown_s = self._rewritten_s = -math.inf
+        self._first: tuple[int, float] | None = None
+        """The first step that progress was shown of, and when."""
+        self._latest = ""
 
     def say(self, text: str) -> None:
         """Print lines, each with the time of day."""
+        self._write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines()))
+
+    def _write(self, text: str) -> None:
+        """Write a text in the place of the line of progress."""
         if self._is_main:
-            for line in text.splitlines():
-                try:
-                    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)  # noqa: T201 - what people read
-                except OSError as error:
-                    if error.errno != errno.EIO:
-                        raise
-                    host.redirect_to_null([sys.stdout.fileno()])  # the terminal is gone, and SIGHUP on its way
+            sys.stdout.write(f"\r\x1b[K{text}" if self._in_place else text)
+            sys.stdout.flush()
+
+    def progress(self, step: int) -> None:
+        """Rewrite the line of progress of a terminal after this step, if that was a while ago."""
+        now_s = time.perf_counter()
+        if not self._in_place or now_s - self._rewritten_s < _PROGRESS_EVERY_S:
+            return
+        self._rewritten_s = now_s
+        first, first_s = self._first = self._first or (step, now_s)  # the steps before it compiled, and filled caches
+        left = f"  {duration((now_s - first_s) / (step - first) * (self._total_steps - step))} left" if step > first else ""
+        text, width = f"step {step}/{self._total_steps}{left}  {self._latest}", shutil.get_terminal_size().columns
+        self._write(f"{text if len(text) < width else text[: width - 1].rpartition('  ')[0]}\r")
+
+    def close(self) -> None:
+        """Remove the line of progress: an error may be next."""
+        self._write("")
 
     def show(self, line: Mapping[str, Any]) -> None:
         """Print the latest line of metrics, if it is the last one or the one before was a while ago."""
         step = line["step"]
-        if time.perf_counter() - self._shown_s < _LINES_EVERY_S and step < self._total_steps:
-            return
-        self._shown_s = time.perf_counter()
-        loss = "none" if line["loss"] is None else f"{line['loss']:.4f}"
-        skipped = f" ({len(line['skipped_steps'])} steps skipped)" if line["skipped_steps"] else ""
+        loss = "none" if line["loss"] is None else number(line["loss"])
+        skipped = f" (skipped steps: {len(line['skipped_steps'])})" if line["skipped_steps"] else ""
         utilization = "" if line["mfu"] is None else f"  {line['mfu']:.0%} of the device's peak"
-        self.say(
-            f"step {step}/{self._total_steps}  epoch {line['epoch'] + 1}  loss {loss}{skipped}  "
-            f"lr {line['learning_rate']:.2e}  {line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  "
-            f"waiting for data {line['data_wait_share']:.0%}{utilization}"
+        self._latest = (
+            f"epoch {line['epoch'] + 1}  loss {loss}{skipped}  lr {line['learning_rate']:.2e}  "
+            f"{line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  waiting for data {line['data_wait_share']:.0%}{utilization}"
         )
+        every_s = _LINES_ON_TERMINAL_EVERY_S if self._in_place else _LINES_EVERY_S
+        if time.perf_counter() - self._shown_s >= every_s or step == self._total_steps:
+            self._shown_s = time.perf_counter()
+            self.say(f"step {step}/{self._total_steps}  {self._latest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +133,13 @@ def train(run: Training) -> Ended:
     scores: Evaluation | None = None
     step = run.first_step
     parameter_groups.set_training(run.model, mode=True)
-    with run.feed:
+    with run.feed, closing(run.display):
         while step < run.length.total_steps and not run.patience.is_out:
             run.profile.begin_step(step + 1)
             taken = _take_step(run, step)
             run.average.update(taken.skipped)
             step += 1
+            run.display.progress(step)
             run.metrics.end_step(step, taken, run.feed.total)
             ends, is_evaluated = step == run.length.total_steps, _is_evaluated(run, step)
             scores = _score(run, "validation", step) if "validation" in run.evaluations and (ends or is_evaluated) else None
@@ -163,11 +187,10 @@ def _log(run: Training, step: int, *, is_last: bool) -> None:
     which = f"the last {skipped} steps up to step {step}" if skipped > most else f"all {step} steps of the run"
     samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
     raise TrainingError(
-        f"{which} were skipped because loss or gradient "
-        f"was not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
-        f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. "
-        "Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look "
-        "at these samples."
+        f"{which} were skipped because loss or gradient was not finite or a spike, and train.max_skipped_steps is {most} "
+        f"(learning rate {rate:g}; {run.steps.verdict}; the last batch has the samples {samples}, ...). "
+        f"{run.checkpoints.latest}. Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise "
+        "train.max_gradient_spike, or look at these samples."
     )
 
 
@@ -186,5 +209,5 @@ def _score(run: Training, split: str, step: int) -> Evaluation:
         scores = run.evaluations[split]()
     run.metrics.record_texts(step, scores.texts)
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
-    run.display.say(f"epoch {epoch + 1}: {scores.in_words(run.task.monitor[0], 'loss')}")
+    run.display.say(f"step {step}, epoch {epoch + 1}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

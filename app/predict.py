@@ -16,15 +16,14 @@ from app.options import Parser, positive
 
 def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
-    parser = Parser(prog="samerun predict", description="Predict new inputs with the model of a finished run.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="input of the task; for image classification a "
-        "picture in any format that Pillow reads")  # fmt: skip
-    parser.add_argument(
-        "--task", metavar="FILE", help="where the run's task file is now, if it was moved (default: its old place)"
-    )
+    parser = Parser("predict", "Predict new inputs with the model of a finished run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("files", type=Path, nargs="+", metavar="PATH", help="input of the task; for image classification an "
+        "image in any format that Pillow reads")  # fmt: skip
+    parser.add_argument("--task", metavar="PATH", help="the run's task file, if it was moved (default: where it was)")
     options.add_best(parser)
-    parser.add_argument("--top", type=positive, default=3, help="how many answers to show, most likely first (default: 3)")
+    options.add_full_traceback(parser)
+    parser.add_argument("--top", type=positive, default=3, metavar="N", help="number of answers to show (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per line")
     try:
         arguments = parser.parse_all(argv)

@@ -80,7 +80,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
                 whole = filling.whole_model(task, data.train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
                 draws = sample_dropout.give_to_samples(whole, recipe.seed)
             rules.check(runtime, recipe, task, data.train, whole, dropout=draws, form=form)
-            dropout.growing, dropout.left = draws.growing, draws.left
+            dropout.growing, dropout.left, dropout.drawn, dropout.remedy = draws.growing, draws.left, draws.drawn, draws.remedy
             dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
     elif is_own:
         notes.append(
@@ -227,8 +227,9 @@ def _display(parts: Parts, run_dir: Path) -> Display:
     display.say(
         f"recipe {parts.loaded.name} on {count} process{'es' if count > 1 else ''} ({launched.strategy}, {kind}), "
         f"run folder {run_dir}\n"
-        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
-        f"{length.total_steps} steps; {f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
+        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} "
+        f"step{'s' * (length.steps_per_epoch > 1)} an epoch, {length.total_steps} step{'s' * (length.total_steps > 1)}; "
+        f"{f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
         f"mixed_precision {launched.mixed_precision}, {runtime.numerics}"
     )
     notes = [

@@ -13,6 +13,7 @@ import time
 
 from app import options
 from app.distributed.watchdog import Lifeline, end_workers
+from app.environment import host
 from app.environment.launched import Launched, errors_folder, read, read_job
 from app.environment.slurm_variables import own_environment
 from app.environment.topology import LAUNCHER
@@ -40,22 +41,21 @@ def main(argv: list[str] | None = None) -> None:
     lifeline = Lifeline(os.environ).start()
     launched, recorder = Launched(), Recorder(errors_folder(os.environ))
     try:
-        if not {"-h", "--help"}.isdisjoint(words):
-            options.show_help(words)
         arguments = options.parser().parse_all(words)
         if arguments.print_recipe:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
         launched = read(own_environment())
-        with exits_refused():
+        host.guard_stdout(is_needed=False)  # a lost terminal, a closed pipe or a full disk ends no run
+        with exits_refused(), host.imports_explained():
             stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline, recorder)
     except SamerunError as error:
         recorder.record(error, rank=launched.rank)
         leave_with(error, launched.rank)
     except Exception as error:
         recorder.record(error, rank=launched.rank)
-        if is_of_a_lost_peer(error):
-            time.sleep(10.0)  # launchers end it before: else the log would end with the tracebacks of all that lost the first
+        # Launchers end it before: else the log would end with tracebacks of all that lost the first or have the same error.
+        time.sleep(10.0 if is_of_a_lost_peer(error) else min(launched.rank, 1))
         end_workers()
         failed.set()
         raise
@@ -73,6 +73,9 @@ def _train(
     plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
+    if over := run_folder.finished(options_given.run_dir, options_given.resume, recipe_file.digest(recipe)):
+        sys.stdout.write(f"{over}\n" if launched.rank == 0 else "")
+        return False
     trackers = options.trackers(options_given.trackers)
     # Slow imports come after all checks that do not need them.
     from app import attempt, session

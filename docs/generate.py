@@ -69,7 +69,7 @@ def _recipe_keys() -> Iterator[str]:
 
 
 def _keys(title: str, task: str, is_wanted: Callable[[str], bool]) -> Iterator[str]:
-    """The keys of a task, as `samerun train --help` shows them."""
+    """The keys of a task, as `samerun recipes --keys` shows them."""
     yield f"## {title}\n\n| key | default | meaning |\n|---|---|---|"
     shown = re.findall(r"^  (\S+?)=(.*?)  \((.*)\)\n +(.*)$", recipe_file.reference(task), re.MULTILINE)
     assert [key for key, *_ in shown] == list(recipe_file.kinds(task))
@@ -86,22 +86,22 @@ def _cell(text: str) -> str:
 def _commands() -> Iterator[str]:
     yield "# Commands\n\nWhat `samerun COMMAND --help` prints.\n"
     for title, group in cli._GROUPS.items():
-        yield f"## To {title}\n" if title != "before something large" else "## Before something large\n"
+        yield f"## {title[0].upper()}{title[1:]}\n"
         for name, (*_, purpose) in group.items():
             yield f"### samerun {name}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n```text\n{help_of(name)}\n```\n"
 
 
 def help_of(command: str) -> str:
-    """Return what the command's help says, without the recipe's keys."""
+    """Return what the command's help says."""
     told = subprocess.run(
         [sys.executable, "-m", "launch.cli", command, "--help"],
-        env={**os.environ, "COLUMNS": "110", "PYTHONPATH": str(REPOSITORY), "NO_COLOR": "1"},
+        env={**os.environ, "COLUMNS": "96", "PYTHONPATH": str(REPOSITORY), "NO_COLOR": "1"},
         cwd=REPOSITORY,
         check=True,
         capture_output=True,
         text=True,
     )
-    return told.stdout.partition("\nrecipe keys of")[0].rstrip()
+    return told.stdout.rstrip()
 
 
 def _presets() -> Iterator[str]:
@@ -120,6 +120,7 @@ def _exit_codes() -> Iterator[str]:
     for kind in sorted(kinds, key=lambda it: it.exit_code):
         yield f"| {kind.exit_code} | `{kind.__name__}` | {_cell((kind.__doc__ or '').partition(chr(10) * 2)[0])} |"
     yield f"| {errors.STOPPED} |  | The run stopped before its last step and saved a checkpoint; the same command resumes it. |"
+    yield "| 141 |  | The program that reads stdout has ended, such as `head`. |"
 
 
 def _environment() -> Iterator[str]:

@@ -188,14 +188,22 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
     ordinary `samerun launch`. The same command again resumes the sweep. Raises SamerunError with everything that is wrong,
     before the first run.
     """
-    parser = _parser()
+    parser = Parser("sweep", "Train every combination of some recipe values, one run after the other, each as `samerun "
+        "launch` does, whose options it takes; then print a table of the runs and plot their curves. The same command resumes "
+        "a sweep that was stopped.", usage="%(prog)s [options] key=value,value ... [key=value ...]",
+        epilog="Keys with several values are swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` starts four "
+        "runs. A comma within brackets or braces belongs to the value. `samerun submit --array` takes the same for jobs: "
+        "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.")  # fmt: skip
+    parser.add_argument("--run-dir", metavar="PATH", help="folder of the run folders, each named by what differs (default: "
+                        "runs/<recipe>-sweep)")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command of each run and stop")
     options, words = parser.parse_known_args(argv)
-    parser.refuse_empty(options)
     launching, _, training = resolved.read(words)
     swept = [word for word in training.overrides if len(_choices(word.partition("=")[2])) > 1]
     if not swept:
         raise UsageError(
-            "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
+            f"no key has several values in {shlex.join(training.overrides)!r}: separate values by commas without spaces, such "
+            "as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
         )
     try:
         fixed = [word for word in training.overrides if word not in swept]
@@ -221,19 +229,3 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
     for command in (["runs", *run_dirs], ["curves", "--out", str(folder), *run_dirs]):
         subprocess.run([*program("launch.cli"), *command], check=False)  # it reports its own errors
     return next(iter(failed.values()), 0)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun sweep",
-        usage="%(prog)s [options] [options of samerun launch] key=value,value ... [key=value ...]",
-        description="Train every combination of some recipe values, one run after the other, each as `samerun launch` does; "
-        "then print a table of the runs and plot their curves. The same command resumes a sweep that was stopped.",
-        epilog="Keys with several values are swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` starts four "
-        "runs. A comma within brackets or braces belongs to the value. `samerun submit --array` takes the same for jobs: "
-        "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.",
-    )
-    parser.add_argument("--run-dir", metavar="D", help="folder of the run folders, each named by what differs (default: "
-                        "runs/<recipe>-sweep)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command of each run and stop")
-    return parser

@@ -5,14 +5,16 @@ A mistake of the user ends the program with one sentence on stderr and the exit 
 
 from __future__ import annotations
 
-import argparse
+import errno
 import importlib
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from app.environment.launched import errors_folder
+from app.environment import host
+from app.environment.launched import errors_folder, without_leftovers
 from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, did_you_mean, exits_refused, printable
 from app.options import Parser
@@ -22,22 +24,33 @@ from app.runs.run_folder import Recorder
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    host.guard_stdout(is_needed=True)
+    name, words = (arguments or ["--help"])[0], arguments[1:]
     try:
-        if not arguments or arguments[0].startswith("-"):
-            _parser().parse_all(arguments or ["--help"])  # ends here but for --version: with the help, or an unknown option
+        if name in ("version", "-V", "--version"):
             from importlib.metadata import version  # not at the top: the help is fast
 
             sys.stdout.write(f"samerun {version('samerun')}\n")
             return 0
-        if arguments[0] not in _COMMANDS:
-            hint = did_you_mean(arguments[0], _COMMANDS, then="`samerun --help` lists the commands")
-            raise UsageError(f"{arguments[0]}: unknown command; {hint}")
-        module, function, _ = _COMMANDS[arguments[0]]
-        with exits_refused():
+        if name in ("-h", "--help"):
+            _parser().parse_all([name])  # ends the program
+        if name not in _COMMANDS:
+            known = ("--help", "--version") if name.startswith("-") else _COMMANDS
+            hint = did_you_mean(name, known, then="`samerun --help` lists the commands")
+            raise UsageError(f"{name}: expected a command first, as in `samerun launch --recipe digits`; {hint}")
+        module, function, _ = _COMMANDS[name]
+        with exits_refused(), host.imports_explained():
             command: Callable[..., int | None] = getattr(importlib.import_module(module), function)
-            if arguments[0] in _START_PROCESSES:
-                return command(arguments[1:], own_environment(), say=_say) or 0
-            return command(arguments[1:]) or 0
+            if name in _START_PROCESSES:
+                return command(words, without_leftovers(own_environment(), say=_say), say=_say) or 0
+            return command(words) or 0
+    except host.StdoutError as error:
+        if error.errno == errno.EPIPE:  # as of a program that SIGPIPE ends: `| head` has read enough
+            return 128 + signal.SIGPIPE
+        _say(f"stdout cannot be written: {error.strerror}")
+        return 1
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
         if arguments[:1] == ["launch"]:  # of a node
@@ -52,46 +65,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # Module, function and description of each command.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
-    "start": {
-        "new": ("launch.shipped", "new", "create a project folder: your own task, its recipe, a job script and a test"),
-        "recipes": ("launch.shipped", "recipes", "list the shipped recipes, or print one"),
+    "getting started": {
+        "new": ("launch.shipped", "new", "create a project: your own task, its recipe, a job script and a test"),
+        "recipes": ("launch.shipped", "recipes", "list the shipped recipes, print one, or print the recipe keys"),
         "presets": ("launch.shipped", "presets", "list the shipped presets, or print one"),
-        "script": ("launch.shipped", "script", "list the shipped job scripts, or print one"),
-        "doctor": ("launch.start.launch", "doctor", "check this machine, or all nodes of an allocation, before a run"),
-        "data": ("app.checks.data", "main",
-                 "inspect and check data, tokenize text, convert or shrink images"),
+        "scripts": ("launch.shipped", "scripts", "list the shipped job scripts, or print one"),
+        "doctor": ("launch.start.launch", "doctor", "check this machine, or all nodes of an allocation"),
+        "data": ("app.checks.data", "main", "inspect and check data, tokenize text, convert or shrink images"),
     },
-    "train": {
+    "training": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
-        "sweep": ("launch.cases", "sweep", "train every combination of some recipe values, one run after the other"),
         "submit": ("launch.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
-        "train": ("app.train", "main", "train in this process, or in the processes that accelerate launch started"),
-        "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that can read its folder"),
+        "sweep": ("launch.cases", "sweep", "train every combination of some recipe values, one after the other"),
+        "train": ("app.train", "main", "train in this process, or in those that `accelerate launch` started"),
+        "watch": ("app.reports.watch", "main", "follow a run in the terminal"),
+        "stop": ("launch.start.launch", "stop", "make a run save a checkpoint and stop"),
+        "resume": ("launch.start.launch", "resume", "continue a run from its newest checkpoint"),
     },
-    "look at runs": {
+    "runs": {
         "runs": ("app.reports.runs", "main", "list runs with their states, scores and recipe differences"),
         "report": ("app.reports.report", "main", "write a report of a run as one HTML page"),
-        "curves": ("app.reports.curves", "main", "plot training and validation curves of runs: loss and score"),
-        "compare": ("app.reports.compare", "main", "show what differs between two runs, and whether they are the same run"),
+        "curves": ("app.reports.curves", "main", "plot training and validation curves of runs"),
+        "compare": ("app.reports.compare", "main", "show what differs between two runs, and if they are the same run"),
         "timeline": ("app.reports.timeline", "main", "merge the profiler traces of all ranks into one timeline"),
-        "verify": ("app.checks.verify", "main",
-                   "check that a run applied every global batch exactly once, and show where its time went"),
+        "verify": ("app.checks.verify", "main", "check that each global batch was applied exactly once"),
     },
-    "use the model": {
+    "models": {
         "evaluate": ("app.evaluate", "main", "evaluate a finished run or an exported model"),
         "predict": ("app.predict", "main", "predict new inputs with the model of a finished run"),
-        "generate": ("app.tasks.causal_lm.generate", "main", "generate text with a language model, printed as it comes"),
-        "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
+        "generate": ("app.tasks.causal_lm.generate", "main", "generate text with a language model"),
+        "export": ("app.export", "main", "write the weights of a checkpoint as plain model.safetensors"),
     },
-    "before something large": {
-        "plan": ("app.planning.plan", "main",
-                 "estimate whether a recipe fits into memory, under which preset, and at what cost"),
+    "planning": {
+        "plan": ("app.planning.plan", "main", "estimate memory and time of a recipe under each preset"),
         "parity": ("app.checks.parity", "main", "test that presets and numbers of processes give the same run"),
         "scale": ("app.reports.scale", "main", "measure how a recipe scales over presets, devices and nodes"),
     },
 }  # fmt: skip
 _COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
-_START_PROCESSES = ("launch", "sweep", "submit", "doctor", "parity", "scale")
+_START_PROCESSES = ("launch", "resume", "sweep", "submit", "doctor", "parity", "scale")
 """Commands that take the environment and a function to print messages with."""
 
 
@@ -101,20 +113,20 @@ def _parser() -> Parser:
         for title, group in _GROUPS.items()
     )
     parser = Parser(
-        prog="samerun",
-        description="One Accelerate training loop: the same run on any machine.",
-        epilog=f"{commands}\n`samerun COMMAND --help` tells more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "",
+        usage="%(prog)s COMMAND [options] [arguments]",
+        description="Train a PyTorch model: the same run on any machine.",
+        epilog=f"{commands}\n`samerun COMMAND --help` describes a command; so does `samerun help COMMAND`.",
     )
-    parser.add_argument("--version", action="store_true", help="print the version and end")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help="what to do")
+    parser.add_argument("-V", "--version", action="store_true", help="print the version and end")
     return parser
 
 
 def _say(text: str) -> None:
-    """Print a message on stderr: stdout is for results."""
-    sys.stderr.write(f"samerun: {printable(text)}\n")
-    sys.stderr.flush()
+    """Print a message on stderr, unless that is gone: stdout is for results."""
+    with suppress(OSError):
+        sys.stderr.write(f"samerun: {printable(text)}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

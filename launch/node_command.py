@@ -27,11 +27,11 @@ _BOTH_STREAMS = "3"
 """torchrun's value for stdout and stderr."""
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 """Signals that torchrun (2.13 and later) passes on to its processes. By default it dies of the last two."""
-_COMPILERS = ("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS")
-_NO_COMPILER = {"backend": "NO", "mode": "default", "use_fullgraph": "False", "use_dynamic": "False",
-                "use_regional_compilation": "False"}  # fmt: skip
-# Variables of MPI for the number of processes on this node, by which Accelerate divides the cores.
-_OF_MPI = {"MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"}
+# Set by Accelerate for a preset that compiles nothing.
+_NO_COMPILER = {
+    "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+}  # fmt: skip
 # Set by torchrun for a group of one, which keeps its own store at any port, as no other process needs it.
 _GROUP_OF_ONE = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
@@ -62,7 +62,16 @@ def accelerate_argv(
     for fp16 under a preset that asks for the CPU, for a file that contradicts the launch and for sizes that the preset does not
     have; TopologyError for sizes that do not divide the processes.
     """
-    _check(topology, preset, mixed_precision)
+    if preset.is_single_process and topology.world_size > 1:
+        raise PresetError(
+            f"preset {preset.name} starts 1 process, and this run has {topology.world_size}: "
+            f"{topology.described('processes_per_node')}, {topology.described('num_nodes')}. Use a preset for several "
+            "processes, such as multi_gpu, or 1 process"
+        )
+    if preset.use_cpu and mixed_precision == "fp16":
+        raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
+    if problem := preset.contradiction(topology, mixed_precision or preset.mixed_precision):
+        raise PresetError(f"preset {preset.path}: {problem}")
     preset.degrees(topology, sizes)
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
@@ -95,19 +104,6 @@ def accelerate_argv(
     return [*argv, *program(module)[1:], *app_args]
 
 
-def _check(topology: Topology, preset: Preset, mixed_precision: str | None) -> None:
-    if preset.is_single_process and topology.world_size > 1:
-        raise PresetError(
-            f"preset {preset.name} starts 1 process, and this run has {topology.world_size}: "
-            f"{topology.described('processes_per_node')}, {topology.described('num_nodes')}. Use a preset for several "
-            "processes, such as multi_gpu, or 1 process"
-        )
-    if preset.use_cpu and mixed_precision == "fp16":
-        raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
-    if problem := preset.contradiction(topology, mixed_precision or preset.mixed_precision):
-        raise PresetError(f"preset {preset.path}: {problem}")
-
-
 def one_process_argv(
     topology: Topology,
     preset: Preset,
@@ -132,16 +128,14 @@ def one_process_variables(
     topology: Topology, preset: Preset, environment: Mapping[str, str], *, mixed_precision: str | None = None
 ) -> dict[str, str] | None:
     """Return what `accelerate launch` would set for the one process, or None where that is not known."""
-    compiling = _NO_COMPILER | {key: str(value) for key, value in preset.compiler().items()}
-    compiling["backend"] = compiling["backend"].upper()
-    is_known = compiling.keys() == _NO_COMPILER.keys() and compiling["backend"] in _COMPILERS
     # Keys of a preset that only Accelerate's launcher understands.
+    is_known = preset.compiler() in ({}, {"backend": "NO"})
     is_known &= preset.settings.get("debug", False) is False and PARALLELISM not in preset.settings
-    threads = _threads(topology.threads_per_process, environment, use_cpu=preset.use_cpu)
-    if topology.world_size != 1 or not is_known or preset.strategy != "ddp" or threads is None:
+    if topology.world_size != 1 or not is_known or preset.strategy != "ddp":
         return None
-    found = {"ACCELERATE_MIXED_PRECISION": mixed_precision or preset.mixed_precision, "OMP_NUM_THREADS": str(threads)}
-    found |= {f"ACCELERATE_DYNAMO_{name.upper()}": value for name, value in compiling.items()}
+    precision = mixed_precision or preset.mixed_precision
+    threads = _threads(topology.threads_per_process, environment, use_cpu=preset.use_cpu)
+    found = {"ACCELERATE_MIXED_PRECISION": precision, "OMP_NUM_THREADS": threads, **_NO_COMPILER}
     if not preset.is_single_process:
         own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
         return None if topology.hosts else found | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
@@ -149,16 +143,12 @@ def one_process_variables(
     return found | {"ACCELERATE_USE_CPU": str(preset.use_cpu)} | spinning
 
 
-def _threads(given: int | None, environment: Mapping[str, str], *, use_cpu: bool) -> int | None:
-    """Return the CPU threads of the process: as given, else 1, and on the CPU all cores; None where that is not known."""
-    if given is None and "OMP_NUM_THREADS" in environment:
-        if not environment["OMP_NUM_THREADS"].isdecimal():  # left to `accelerate launch`
-            return None
-        given = int(environment["OMP_NUM_THREADS"])
-    if given is not None or not use_cpu:
-        return given or 1
-    if _OF_MPI & environment.keys():
-        return None
+def _threads(given: int | None, environment: Mapping[str, str], *, use_cpu: bool) -> str:
+    """Return the CPU threads of the process: as given, else 1, and on the CPU all cores."""
+    if given is not None or "OMP_NUM_THREADS" in environment:
+        return str(given or environment["OMP_NUM_THREADS"])
+    if not use_cpu:
+        return "1"
     import psutil  # not at the top: a login node may not have it
 
-    return psutil.cpu_count(logical=False)
+    return str(psutil.cpu_count(logical=False) or 1)

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from app.environment import deepspeed_file
+from app.environment.deepspeed_file import section_of
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
 from app.environment.topology import DERIVED, KEY, UNSUPPORTED, Degrees, Topology, derived
 from app.errors import PresetError, did_you_mean
@@ -137,11 +138,11 @@ class Preset:
 
     def sharding(self, degrees: Degrees) -> Sharding:
         """Return how the processes shard a model, in a launch with these degrees."""
-        section, zero = _section(self.settings, "deepspeed_config"), (self.deepspeed or {}).get("zero_optimization", {})
+        section, zero = section_of(self.settings, "deepspeed_config"), (self.deepspeed or {}).get("zero_optimization", {})
         kinds = ("offload_param", "offload_optimizer")
         places = [(zero.get(kind) or {}).get("device") if self.deepspeed else section.get(f"{kind}_device") for kind in kinds]
         is_offloaded = any(place not in (None, "none") for place in places)
-        is_offloaded |= _section(self.settings, "fsdp_config").get("fsdp_offload_params") is True
+        is_offloaded |= section_of(self.settings, "fsdp_config").get("fsdp_offload_params") is True
         stage = zero["stage"] if self.deepspeed else section.get("zero_stage", 2) if self.strategy == "deepspeed" else 0
         return Sharding(self.strategy, stage, is_offloaded, degrees.replicas, degrees.tensor_parallel)
 
@@ -149,11 +150,11 @@ class Preset:
         """Return how it compiles, by the names without their prefix. With `dynamo_backend` Accelerate reads nothing else."""
         if "dynamo_backend" in self.settings:
             return {"backend": self.settings["dynamo_backend"]}
-        return {key.removeprefix("dynamo_"): value for key, value in _section(self.settings, "dynamo_config").items()}
+        return {key.removeprefix("dynamo_"): value for key, value in section_of(self.settings, "dynamo_config").items()}
 
     def contradiction(self, topology: Topology, precision: str) -> str | None:
         """Return what in the file contradicts a launch with this precision, or None."""
-        section = _section(self.settings, "deepspeed_config")
+        section = section_of(self.settings, "deepspeed_config")
         if self.deepspeed and (problem := deepspeed_file.precision_problem(self.deepspeed, precision)):
             return f"{section[deepspeed_file.KEY]}: {problem}"
         for key, actual in {"num_machines": topology.num_nodes, "num_processes": topology.world_size}.items():
@@ -188,12 +189,12 @@ def from_options(options: argparse.Namespace) -> Preset | None:
 def load(name_or_path: str) -> Preset:
     """Find, read and check a preset. Raises PresetError with everything that is wrong with it, one problem a line."""
     path = text_files.find_yaml("preset", name_or_path, SHIPPED, error=PresetError)
-    settings, problems = _read(path)
-    problems += [f"preset {path}: {problem}" for problem in _problems(settings)]
+    settings, lines, problems = _read(path)
+    problems += [f"preset {path}{lines.get(key, '')}: {key}{problem}" for key, problem in _problems(settings)]
     if problems:
         raise PresetError("\n".join(problems))
     strategies: dict[str, Strategy] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
-    file = _section(settings, "deepspeed_config").get(deepspeed_file.KEY)
+    file = section_of(settings, "deepspeed_config").get(deepspeed_file.KEY)
     return Preset(
         path=path.absolute(),
         settings=settings,
@@ -205,18 +206,13 @@ def load(name_or_path: str) -> Preset:
     )
 
 
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = settings.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    section = _section(settings, PARALLELISM)
+    section = section_of(settings, PARALLELISM)
     return {name: section[KEY + name] for name in _SIZES if KEY + name in section}
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the settings of a file, and which keys are repeated."""
+def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, str], list[str]]:
+    """Return the settings of a file, the line of each key as `:3`, and which keys are repeated."""
     text, root = text_files.compose_yaml(path, name=f"preset {path}", error=PresetError)
     try:
         settings = yaml.safe_load(text)
@@ -224,99 +220,90 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         raise PresetError(f"preset {path}: it is not YAML of plain values: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
-    repeated = [
-        f"preset {path}:{line}: {key} is given twice, in line {first} as well: keep one of them"
-        for key, first, line in text_files.repeated_keys(root)
-    ]
-    return settings, repeated
+    keys, twice = [*text_files.keys_with_lines(root)], "is given twice, in line"
+    repeated = [f"preset {path}:{line}: {key} {twice} {first} as well: keep one" for key, first, line in keys if first]
+    return settings, {key: f":{line}" for key, _, line in reversed(keys)}, repeated
 
 
-def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield everything that is wrong, in the order of the file but for the types that decide the rest."""
+def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield everything that is wrong, a key and what follows it in the sentence.
+
+    In the order of the file but for the types that decide the rest.
+    """
     kind = settings.get("distributed_type")
     kind = "NO" if kind is False else kind
     name = _SECTION_OF.get(kind, "") if isinstance(kind, str) else ""
     yield from _basic_problems(settings)
     if settings.get("mixed_precision") == "fp16" and settings.get("use_cpu") is True:
-        yield f"mixed_precision is fp16, and use_cpu is true: {NO_FP16_ON_CPU}"
+        yield "mixed_precision", f" is fp16, and use_cpu is true: {NO_FP16_ON_CPU}"
     for key, value in settings.items():
         yield from _key_problems(key, value, _KEYS)
         is_section = key in _SECTION_KEYS
         if is_section and kind in list(_SECTION_OF) and key != name:
-            yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; remove it, or change distributed_type"
+            yield key, f": distributed_type is {kind}, so Accelerate would ignore it; remove it, or change distributed_type"
         elif not isinstance(value, dict) and (is_section or (key in ("dynamo_config", PARALLELISM) and value is not None)):
-            yield f"{key} is {value!r}: it must hold `key: value` lines"
-    yield from _size_problems(_section(settings, PARALLELISM))
+            yield key, f" is {value!r}: it must hold `key: value` lines"
+    yield from _size_problems(section_of(settings, PARALLELISM))
     if kind != "FSDP" and any(size != 1 for size in _sizes(settings).values()):
-        yield f"{PARALLELISM}: distributed_type is {kind}, and these sizes need FSDP; remove them, or change distributed_type"
+        yield PARALLELISM, f": distributed_type is {kind}, and these sizes need FSDP; remove them, or change distributed_type"
     if name and (name not in settings or isinstance(settings[name], dict)):
-        yield from _section_problems(name, _section(settings, name))
+        yield from _section_problems(name, section_of(settings, name))
 
 
-def _basic_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+def _basic_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     kind, precision = settings.get("distributed_type"), settings.get("mixed_precision")
     if kind is False or precision is False:
-        yield "NO or no without quotes, in distributed_type or mixed_precision, is false in YAML: write 'NO' or 'no'"
-    elif kind == "MULTI_CPU":
-        yield (
-            "distributed_type is MULTI_CPU: on one machine Accelerate starts only one process for it, "
-            "whatever --num_processes says; use MULTI_GPU, which runs on CPUs through gloo if there is no GPU"
-        )
+        yield "distributed_type or mixed_precision", " is false in YAML: write 'NO' or 'no', with quotes"
     elif kind not in list(_SECTION_OF):
-        yield f"distributed_type is {kind!r}: {_suggest(str(kind), _SECTION_OF)}"
+        yield "distributed_type", f" is {'missing' if kind is None else repr(kind)}: {_suggest(str(kind), _SECTION_OF)}"
     for key, values in _VALUES.items():
-        value = settings.get(key, _section(settings, "deepspeed_config").get(key))
+        value = settings.get(key, section_of(settings, "deepspeed_config").get(key))
         if value not in (None, False, *values):
-            yield f"{key} is {value!r}: it must be one of {', '.join(map(str, values))}"
+            yield key, f" is {value!r}: it must be one of {', '.join(map(str, values))}"
     for key in ("num_processes", "num_machines"):
         if key in settings and (type(settings[key]) is not int or settings[key] < 1):
-            yield f"{key} is {settings[key]!r}: it must be a whole number, at least 1; {_MACHINE}"
-    if kind == "NO" and settings.get("num_processes", 1) != 1:
-        yield f"num_processes is {settings['num_processes']}: distributed_type NO starts 1 process; use MULTI_GPU for more"
+            yield key, f" is {settings[key]!r}: it must be a whole number, at least 1; {_MACHINE}"
     if kind != "NO" and settings.get("use_cpu"):
-        yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; remove it"
+        yield "use_cpu", f" is true: accelerate launch ignores it with distributed_type {kind}; remove it"
 
 
-def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:
+def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, str]]:
     if key in _REFUSED and value and value not in _NOTHING.get(key, ()):
-        yield f"{key} is {value!r}: {_REFUSED[key]}"
+        yield key, f" is {value!r}: {_REFUSED[key]}"
     elif key not in _REFUSED and key not in known:
-        yield f"{key}: unknown or unsupported in a preset; {_suggest(key, sorted(known))}"
+        yield key, f": unknown or unsupported in a preset; {_suggest(key, sorted(known))}"
 
 
-def _size_problems(section: Mapping[str, Any]) -> Iterator[str]:
+def _size_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in section.items():
         name = key.removeprefix(KEY)
         if name in _WITHOUT_EFFECT and name != key:
             continue
         if name in UNSUPPORTED:
             if value != 1:
-                yield f"{key} is {value!r}: {UNSUPPORTED[name]}; remove it"
+                yield key, f" is {value!r}: {UNSUPPORTED[name]}; remove it"
         elif name not in _SIZES or name == key:
             known = ", ".join(KEY + size for size in _SIZES)
-            yield f"{key} is {value!r}: unknown key of a preset, which Accelerate ignores; known are {known}"
+            yield key, f" is {value!r}: unknown key of a preset, which Accelerate ignores; known are {known}"
         elif type(value) is not int or (value < 1 and value != DERIVED):
-            yield f"{key} is {value!r}: it must be a whole number, at least 1, or -1, which derives it from the topology"
+            yield key, f" is {value!r}: it must be a whole number, at least 1, or -1, which derives it from the topology"
 
 
-def _section_problems(name: str, section: Mapping[str, Any]) -> Iterator[str]:
+def _section_problems(name: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     # Accelerate takes fsdp's keys with their prefix and without.
     prefix = "fsdp_" if name == "fsdp_config" else ""
     section = {key if key.startswith(prefix) else prefix + key: value for key, value in section.items()}
     version = section.get("fsdp_version", 1)
     if name == "fsdp_config" and str(version) != "2":
-        yield f"fsdp_version is {version}: it must be 2; version 1 is not supported"
+        yield "fsdp_version", f" is {version}: it must be 2; version 1 is not supported"
         return  # most of its keys belong to that version
-    wrap = section.get("fsdp_auto_wrap_policy")
-    if wrap == "TRANSFORMER_BASED_WRAP" and not section.get("fsdp_transformer_layer_cls_to_wrap"):
-        yield (
-            "fsdp_auto_wrap_policy is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap is "
-            "empty: Accelerate would find no layer to shard; set it, or use SIZE_BASED_WRAP with "
-            "fsdp_min_num_params, as fsdp2.yaml does"
-        )
+    without_layers = not section.get("fsdp_transformer_layer_cls_to_wrap")
+    if section.get("fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP" and without_layers:
+        remedy = "set it, or use SIZE_BASED_WRAP with fsdp_min_num_params, as fsdp2.yaml does"
+        yield "fsdp_auto_wrap_policy", f" is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap is empty: {remedy}"
     for key, value in section.items():
         yield from _key_problems(key, value, _SECTION_KEYS[name])
 
 
 def _suggest(word: str, known: Collection[str]) -> str:
-    return did_you_mean(word, known, then=f"There is {', '.join(known)}", cutoff=0.5)
+    return did_you_mean(word, known, then=f"use one of {', '.join(known)}", cutoff=0.5)

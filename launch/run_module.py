@@ -6,7 +6,8 @@ is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it impor
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
 The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, where Accelerate gives 1,
-and that process is recorded (app/runs/run_folder.py). torchrun's summary stays, the tracebacks of the launchers are left out.
+and that process is recorded (app/runs/run_folder.py). The tracebacks of the launchers are left out, and torchrun's
+summary where `samerun launch` repeats the first error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ACCELERATE = "accelerate.commands.launch"
 _FILE = Path(__file__).absolute()
@@ -50,8 +51,14 @@ def _launch_processes() -> None:
     # DeepSpeed, which it imports, warns where there is no GPU; the ranks say that better, on their first line.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended while it starts, it would say where, in its imports
+    from app.environment.host import imports_explained
+    from app.errors import SamerunError, leave_with
+
     try:
-        runpy.run_module(ACCELERATE, run_name="__main__", alter_sys=True)
+        with imports_explained():
+            runpy.run_module(ACCELERATE, run_name="__main__", alter_sys=True)
+    except SamerunError as error:
+        leave_with(error, rank=0)
     except subprocess.CalledProcessError as error:  # one process
         sys.exit(as_shells_say(error.returncode))
     except Exception as error:
@@ -60,12 +67,13 @@ def _launch_processes() -> None:
 
         if (kind := type(error).__name__) not in ("ChildFailedError", "SignalException"):
             raise
-        sys.stderr.write(f"{kind}: {error}\n")
-        torchruns: Any = error
+        folder, torchruns = os.environ.get(ERRORS), cast(Any, error)
+        if not folder or kind == "SignalException":  # else `samerun launch` repeats the error
+            sys.stderr.write(f"{kind}: {error}\n")
         if kind == "SignalException":
             sys.exit(as_shells_say(-torchruns.sigval))
         rank, failure = torchruns.get_first_failure()
-        if folder := os.environ.get(ERRORS):
+        if folder:
             record_failure(Path(folder), ProcessFailure(exit_code=failure.exitcode, rank=rank, time=failure.timestamp))
         sys.exit(as_shells_say(failure.exitcode))
 

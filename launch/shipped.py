@@ -1,13 +1,15 @@
-"""`samerun recipes`, `samerun presets` and `samerun script`: list the shipped files, or print one; `samerun new`: copy the
+"""`samerun recipes`, `samerun presets` and `samerun scripts`: list the shipped files, or print one; `samerun new`: copy the
 template of a project."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
-from app.errors import UsageError
-from app.options import Parser
+from app import tasks
+from app.errors import UsageError, did_you_mean
+from app.options import Parser, wrapped
 from app.recipe import recipe_file
 from launch import preset
 
@@ -17,7 +19,7 @@ _SUFFIX = ".template"
 
 
 def recipes(argv: list[str]) -> int:
-    """List the recipes, or print one."""
+    """List the recipes, or print one, or the keys of recipes."""
     return _show(argv, "recipe", recipe_file.SHIPPED, "*.yaml")
 
 
@@ -26,39 +28,54 @@ def presets(argv: list[str]) -> int:
     return _show(argv, "preset", preset.SHIPPED, "*.yaml")
 
 
-def script(argv: list[str]) -> int:
+def scripts(argv: list[str]) -> int:
     """List the job scripts, or print one."""
     return _show(argv, "script", _HERE, "*.sh", "*.pbs")
 
 
 def _show(argv: list[str], kind: str, folder: Path, *patterns: str) -> int:
-    command = f"samerun {kind}" if kind == "script" else f"samerun {kind}s"
-    parser = Parser(prog=command, description=f"List the shipped {kind}s, or print one.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {kind} to print, for example to copy and change it")
-    name = parser.parse_all(argv).name
+    parser = Parser(f"{kind}s", f"List the shipped {kind}s, or print one.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{kind} to print, for example to copy and change it")
+    if kind == "recipe":
+        parser.add_argument("--keys", nargs="?", const="*", metavar="PATTERN", help="print the keys of recipes, or those "
+            "with PATTERN in their name or meaning: of all tasks, or of the task of NAME, which can be a path")  # fmt: skip
+    options = parser.parse_all(argv)
+    if getattr(options, "keys", None) is not None:
+        return _print_keys(options.name, options.keys)
     paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
     files = {path.name if kind == "script" else path.stem: path for path in paths}
-    if name is None:
+    if options.name is None:
         width = max(map(len, files))
         for shown, path in files.items():
             description = next(line for line in path.read_text().splitlines() if not line.startswith("#!")).lstrip("# ")
             sys.stdout.write(f"{shown:{width}}  {description}\n")
         return 0
-    found = next((path for shown, path in files.items() if name in (shown, path.name)), None)
+    found = next((path for shown, path in files.items() if options.name in (shown, path.name)), None)
     if found is None:
-        raise UsageError(f"unknown {kind} {name!r}: `{command}` lists all")
+        hint = did_you_mean(options.name, files, then=f"`samerun {kind}s` lists all", cutoff=0.5)
+        raise UsageError(f"{options.name}: unknown {kind}; {hint}")
     sys.stdout.write(found.read_text())
+    return 0
+
+
+def _print_keys(recipe: str | None, pattern: str) -> int:
+    """Print the recipe keys of a recipe's task, or of all tasks, each meaning once. Raises UsageError if none fits."""
+    known: set[tuple[str, str]] = set()
+    for task in [recipe_file.load(recipe).recipe.task] if recipe else tasks.SHIPPED:
+        if text := recipe_file.reference(task, pattern.strip("*"), known=known):
+            sys.stdout.write(f"Recipe keys of the task {task}{' that are not listed above' if known else ''}:\n")
+            sys.stdout.write(f"{wrapped(text)}\n\n")
+            known |= recipe_file.meanings(task).items()
+    if not known:
+        raise UsageError(f"--keys {pattern}: no key has this in its name or meaning; `samerun recipes --keys` lists all")
     return 0
 
 
 def new(argv: list[str]) -> int:
     """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
-    parser = Parser(
-        prog="samerun new",
-        description="Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a test "
-        "and a README. It runs as it is.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="folder to create; it must be new or empty")
+    parser = Parser("new", "Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a "
+        "test and a README. It runs as it is.")  # fmt: skip
+    parser.add_argument("folder", metavar="PATH", help="folder to create; it must be new or empty")
     folder = Path(parser.parse_all(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -70,7 +87,7 @@ def new(argv: list[str]) -> int:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
     sys.stdout.write(
         f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md. Try it:\n"
-        f"    cd {folder}\n"
+        f"    cd {shlex.quote(str(folder))}\n"
         "    samerun launch --recipe recipe.yaml\n"
     )
     return 0

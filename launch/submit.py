@@ -27,7 +27,7 @@ from typing import Literal
 from app.environment.slurm_variables import for_a_new_job, gpus_of
 from app.environment.topology import Degrees, Topology
 from app.errors import PresetError, RecipeError, SubmitError, TopologyError, UsageError
-from app.options import Parser, positive
+from app.options import Parser, positive, value_reader
 from app.recipe import optimizers
 from app.recipe.recipe_file import load as load_recipe
 from app.recipe.recipe_file import replaced
@@ -65,7 +65,7 @@ def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         launch_argv = ["--run-dir", str(Path(run_dir) / combination.name), *launch_argv, *combination.overrides]
         return launch.launch(launch_argv, environment, say=say)
     ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = _parser().parse_all(ours, also=resolved.options())
+    options = _parser().parse_all(ours, after_dashes=resolved.options())
     scheduler, text, file = _check(options, passed_on, environment, say)
     if options.dry_run:
         sys.stdout.write(text)
@@ -203,13 +203,7 @@ def _topology(
 
 def _matching(pattern: str, expected: str) -> Callable[[str], str]:
     """Return a reader of option values that refuses all others."""
-
-    def read(text: str) -> str:
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
-        return text
-
-    return read
+    return value_reader(str, lambda text: re.fullmatch(pattern, text, re.ASCII) is not None, expected)
 
 
 def _script(
@@ -288,40 +282,28 @@ def _parser() -> Parser:
     time_limit = r"(?!0+:00:00)\d+:[0-5]\d:[0-5]\d"
     time_option = _matching(time_limit, "hours:minutes:seconds, more than 0, such as 01:30:00")
     word = _matching(r"\w[\w.+@,-]*", "a word of letters, digits and _.+@,-")  # files are named after the job
-    parser = Parser(
-        prog="samerun submit",
-        usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...] [-- options of samerun launch or app.train]",
-        description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job gets whole nodes.",
-        epilog="The script of an array calls `samerun submit --task-of SWEEP RUN_FOLDERS ...`, which runs `samerun launch "
-        "...` with the array task's combination of values.",
-    )
+    parser = Parser("submit", "Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job gets "
+        "whole nodes.", usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...]",
+        epilog="Other options of `samerun launch` follow after `--`. The script of an array calls `samerun submit --task-of "
+        "SWEEP RUN_FOLDERS ...`, which runs `samerun launch ...` with the array task's combination of values.")  # fmt: skip
     parser.add_argument("--nodes", type=positive, required=True, metavar="N", help="number of nodes")
     processes = parser.add_mutually_exclusive_group()
-    processes.add_argument(
-        "--gpus-per-node",
-        type=gpus_option,
-        metavar="G",
-        help="GPUs on each node, one process per GPU; for Slurm also with a type, such as a100:4",
-    )
-    processes.add_argument(
-        "--processes-per-node", type=positive, metavar="P", help="processes on each node of a job without GPUs (default: 1)"
-    )
-    parser.add_argument("--cpus-per-node", type=positive, metavar="C", help="CPUs on each node (default: Slurm all of them, "
+    processes.add_argument("--gpus-per-node", type=gpus_option, metavar="N", help="GPUs on each node, one process per GPU; for "
+        "Slurm also with a type, such as a100:4")  # fmt: skip
+    processes.add_argument("--processes-per-node", type=positive, metavar="N", help="processes on each node of a job without "
+        "GPUs (default: 1)")  # fmt: skip
+    parser.add_argument("--cpus-per-node", type=positive, metavar="N", help="CPUs on each node (default: Slurm all of them, "
         "PBS the site's default)")  # fmt: skip
-    parser.add_argument(
-        "--time", type=time_option, required=True, metavar="HH:MM:SS", help="time limit of the job, or of each task of an array"
-    )
-    parser.add_argument("--account", type=word, metavar="A", help="account to charge")
-    parser.add_argument("--partition", type=word, metavar="Q", help="partition or queue")
-    parser.add_argument("--job-name", type=word, metavar="J", help="job name (default: the recipe's name)")
+    parser.add_argument("--time", type=time_option, required=True, metavar="HH:MM:SS", help="time limit of the job, or of each "
+        "task of an array")  # fmt: skip
+    parser.add_argument("--account", type=word, metavar="NAME", help="account to charge")
+    parser.add_argument("--partition", type=word, metavar="NAME", help="partition or queue")
+    parser.add_argument("--job-name", type=word, metavar="NAME", help="job name (default: the recipe's name)")
     parser.add_argument("--scheduler", choices=_SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
     resolved.add_run_options(parser)
-    parser.add_argument(
-        "--array", metavar="SWEEP", help="run a sweep: one array task per combination, such as 'optim.lr=0.1,0.2;seed=0,1'"
-    )
-    parser.add_argument(
-        "--data-on-nodes", action="store_true", help="do not check data.path here: only the compute nodes have it"
-    )
+    parser.add_argument("--array", metavar="SWEEP", help="run a sweep: one array task per combination, such as "
+        "'optim.lr=0.1,0.2;seed=0,1'")  # fmt: skip
+    parser.add_argument("--data-on-nodes", action="store_true", help="do not check data.path: only compute nodes have it")
     parser.add_argument("--sbatch-option", "--qsub-option", dest="scheduler_options", metavar="OPTION", action="append",
         default=[], help="one more #SBATCH or #PBS line, such as --sbatch-option=--constraint=a100 or --qsub-option='-l "
         "filesystems=home'; may be repeated")  # fmt: skip

@@ -102,6 +102,15 @@ def placed(text: str) -> str:
     return text.replace(str(REPOSITORY / "launch"), "LAUNCH")
 
 
+def unwritable(output: str) -> int:
+    """Return a descriptor of a terminal or a pipe whose other end is gone, or of a file on a full disk."""
+    if output not in ("terminal", "pipe"):
+        return os.open(output, os.O_WRONLY)
+    other, ours = os.openpty() if output == "terminal" else os.pipe()
+    os.close(other)
+    return ours
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a scheduler or launcher may have left in it."""
     foreign = ("SLURM_", "PBS_", "OMPI_", "PMI", "ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
@@ -277,7 +286,8 @@ def train(
     preset: str | Path, run_dir: Path, *arguments: str, processes: int | None = None, env: Mapping[str, str] | None = None
 ) -> Finished:
     """Run `app.train` to its end on warm ranks, with the environment of a preset."""
-    return run(preset, processes, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments, env=env)
+    trackers = () if "--trackers" in arguments else ("--trackers", "none")
+    return run(preset, processes, "app.train", "--run-dir", str(run_dir), *trackers, *arguments, env=env)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -39,6 +39,8 @@ class Rows:
         inputs, noise = self.inputs[indices], torch.zeros(len(indices))
         if draw is not None:
             noise = torch.from_numpy(draw.uniform("noise"))
+        if self.broken == "missing values":
+            inputs = torch.where(inputs > 0, inputs, torch.nan)
         if self.broken == "rank":
             noise = noise + int(os.environ.get("RANK", "0"))
         return {"x": inputs + 0.1 * noise[:, None], "lengths": torch.from_numpy(indices % 4)}
@@ -52,6 +54,7 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.extra = nn.Linear(4, 8), nn.Linear(4, 8)
         self.last = nn.Linear(8, 1)
+        self.drop_rate = 0.1
         self.register_buffer("center", torch.zeros(8))
 
     def forward(self, x, broken):
@@ -59,6 +62,8 @@ class Net(nn.Module):
         if broken == "a buffer updated in forward":
             self.center.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
             h = h - self.center
+        if broken == "functional dropout":
+            h = nn.functional.dropout(h, self.drop_rate)
         if broken != "unused parameter":
             h = h + self.extra(x)
         return self.last(torch.tanh(h)).squeeze(-1)

@@ -149,8 +149,8 @@ def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
     launches = cluster_commands("samerun launch")
     (job,) = cluster_commands("sbatch --account=A")
     launches.append(job[job.index("launch/multinode.sh") + 1 :])
-    (job,) = cluster_commands("qsub -A A")
-    launches += [shlex.split(word.removeprefix("SAMERUN_ARGS=")) for word in job if word.startswith("SAMERUN_ARGS=")]
+    exported = [words[0] for words in cluster_commands("export") if words[0].startswith("SAMERUN_ARGS=")]
+    launches += [shlex.split(word.removeprefix("SAMERUN_ARGS=")) for word in exported]
     assert len(launches) >= 6
     for words in launches:
         accepted(["launch.cli", "launch", "--dry-run", *words], tmp_path)

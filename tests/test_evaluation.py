@@ -9,7 +9,7 @@ import torch
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import DataError
-from app.evaluation import evaluate
+from app.evaluation import evaluate, number
 from app.recipe.schema import BatchPlan
 from app.task import Form
 from app.tasks.image_classification.sections import Sections
@@ -36,6 +36,15 @@ def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> list[dict[
     indices = numbers.clamp(min=0)
     parts = zip(images[indices].split(size), labels[indices].split(size), numbers.split(size), strict=True)
     return [{"images": image, "labels": label, "samples": number} for image, label, number in parts]
+
+
+def test_huge_scores_are_short() -> None:
+    assert [number(value) for value in (0.00091, 2.5, 6.578625514e27, float("inf"))] == [
+        "0.0009",
+        "2.5000",
+        "6.5786e+27",
+        "inf",
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 4, 10, 64])
@@ -69,5 +78,5 @@ def test_a_sample_too_few_or_too_many_is_noticed(runtime: Runtime) -> None:
     images, labels = torch.zeros(5, 1, 3, 3, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, CLASSES))
     for size in (4, 6):
-        with pytest.raises(DataError, match=f"counted 5 samples of a data set of {size}"):
+        with pytest.raises(DataError, match=f"counted 5 samples instead of {size}"):
             evaluate(runtime, task(), model, batches(images, labels, 2), split="test", size=size, form=Form())

@@ -127,6 +127,8 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.distributed.handshake",
             "app.environment.topology",
             "app.environment.launched",
+            "app.options",  # a word of a file
+            "app.recipe.recipe_file",  # a name of other programs
             "launch.preset",
         },
     }

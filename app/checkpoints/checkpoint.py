@@ -292,6 +292,8 @@ class Resumed:
     """Steps before it."""
     note: str | None
     """The effect of another length of the run on the remaining learning rates, if any."""
+    newest: Path | None = None
+    """The newest checkpoint that was there, which may be damaged."""
 
 
 def check_same_run(

@@ -184,9 +184,7 @@ def published(name: str, *, download: bool) -> Path:
     except (ValueError, KeyError):
         known = [str(it) for weights in map(models.get_model_weights, models.list_models()) for it in weights]
         hint = did_you_mean(name, known, otherwise="its documentation lists them")
-        raise CheckpointError(
-            f"train.init_from is torchvision:{name}: the installed torchvision has no such weights; {hint}"
-        ) from None
+        raise CheckpointError(f"train.init_from is torchvision:{name}: torchvision here has no such weights; {hint}") from None
     return cached(url, download=download)
 
 

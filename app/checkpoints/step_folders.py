@@ -42,7 +42,7 @@ from app.checkpoints import tensor_file
 from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
-from app.files.text_files import parsed
+from app.files.text_files import opened, parsed
 from app.init.region import AVERAGE, WEIGHT, Piece, Region
 from app.runs.claim import Claim
 
@@ -167,7 +167,8 @@ def read_manifest(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     path = folder / MANIFEST
     with disk_errors(path, "read"):
         try:
-            raw = path.read_bytes()
+            with opened(path) as file:
+                raw = file.read()
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
@@ -389,8 +390,8 @@ def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
 def _read_state(folder: Path, stamp: Stamp) -> dict[str, Any]:
     path = folder / STATE
     check_stamp(path, stamp)
-    with disk_errors(path, "read"):
-        content = path.read_bytes()
+    with disk_errors(path, "read"), opened(path) as file:
+        content = file.read()
     try:
         found: dict[str, Any] = parsed(content)
         return found

@@ -8,6 +8,7 @@ The weights load into the plain model that the task builds, for example torchvis
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -168,15 +169,19 @@ def _open_pickle(path: Path) -> StoredWeights:
     try:
         saved = other_libraries.pickled(path)
     except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
-        why = str(error).strip().partition("\n")[0]
+        # torch's sentence is between advice for files that are trusted.
+        why = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0].partition(". ")[0]
+        if other := re.search(r"GLOBAL (\S+)", str(error)):
+            why = f"it holds {other[1]}, which is not a tensor"
         raise CheckpointError(
             f"{path} cannot be loaded as weights only ({why}). Save model.state_dict() with torch.save, on "
             "the machine that made the file"
         ) from error
     tensors: dict[str, torch.Tensor] = {}
-    while isinstance(saved, Mapping) and not tensors:
-        tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)}
-        saved = next((saved[key] for key in _NESTED if isinstance(saved.get(key), Mapping)), None)
+    for _ in range(len(_NESTED) + 1):  # the innermost: a mean or a best score can be next to the weights
+        if isinstance(saved, Mapping):
+            tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)} or tensors
+            saved = next((saved[key] for key in _NESTED if isinstance(saved.get(key), Mapping)), None)
     if not tensors:
         raise CheckpointError(f"{path} has no tensors by name, at the top or in {', '.join(_NESTED)}")
     return {name: _in_memory(tensor) for name, tensor in tensors.items()}

@@ -124,7 +124,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with disk_errors(path, "read"):
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe reads as empty
             weakref.finalize(self, os.close, self._descriptor)
             size_bytes = os.fstat(self._descriptor).st_size
         header_bytes = int.from_bytes(self._read(0, min(8, size_bytes)), "little")

@@ -8,6 +8,7 @@ stride, on processors with bf16 instructions.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import platform
 import socket
@@ -141,12 +142,8 @@ def check(runtime: Runtime, operations: Sequence[Operation]) -> None:
 
 def examine(runtime: Runtime, precisions: Sequence[torch.dtype], operations: Sequence[Operation]) -> list[Fault]:
     """Compute the operations on every rank; return all wrong results, the same list on all ranks."""
-    answers = [
-        answer
-        for precision in precisions
-        for operation in operations
-        for answer in compute(runtime.device, precision, operation)
-    ]
+    pairs = itertools.product(precisions, operations)
+    answers = [answer for precision, operation in pairs for answer in compute(runtime.device, precision, operation)]
     return compare(runtime.gather((socket.gethostname(), kind_of(runtime.device), answers)))
 
 
@@ -191,9 +188,8 @@ def compute(device: torch.device, precision: torch.dtype, operation: Operation) 
     expected = _forward_and_backward(operation, inputs, upstream)
     try:
         with host.filled_with(0x7F):  # uninitialized memory then holds 3e38, and not by chance the right numbers
-            found = _forward_and_backward(
-                operation, [tensor.to(device, precision) for tensor in inputs], upstream.to(device, precision)
-            )
+            on_device = [tensor.to(device, precision) for tensor in inputs]
+            found = _forward_and_backward(operation, on_device, upstream.to(device, precision))
     except RuntimeError as error:
         wrong = f"cannot be computed: {str(error).splitlines()[0]}"
         yield Answer(f"{operation.name} in {name}", operation.layer, "", math.inf, wrong)
@@ -209,10 +205,8 @@ def compute(device: torch.device, precision: torch.dtype, operation: Operation) 
         allowed, wrong = roundings * epsilon * float(right.abs().max()), ""
         if float(difference.max()) > allowed:
             index = tuple(int(place) for place in torch.unravel_index(difference.argmax(), difference.shape))
-            wrong = (
-                f"is {float(numbers[index]):.9g} at {list(index)}, but {float(right[index]):.9g} is correct, and rounding "
-                f"explains at most {allowed:.1g}"
-            )
+            values = f"is {float(numbers[index]):.9g} at {list(index)}, but {float(right[index]):.9g} is correct"
+            wrong = f"{values}, and rounding explains at most {allowed:.1g}"
         digest = hashlib.blake2b(numbers.numpy().tobytes(), digest_size=8).hexdigest()
         yield Answer(f"{operation.name} in {name}: {part}", operation.layer, digest, float(difference.sum()), wrong)
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from app import tasks
 from app.data.preprocessing import in_order, progress
 from app.errors import DataError, RecipeError
-from app.files.atomic_files import file_made_whole
+from app.files.atomic_files import disk_errors, file_made_whole
 from app.options import Parser
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
@@ -41,12 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
     if not argv or argv[0] not in _COMMANDS:
         commands = "\n".join(f"  {name:8}  {text}" for name, (_, text) in _COMMANDS.items())
-        parser = Parser(
-            prog="samerun data",
-            description="Inspect and prepare data before a run, with the tools of its task.",
-            epilog=f"commands:\n{commands}\n\n`samerun data COMMAND --help` shows its options.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        epilog = f"commands:\n{commands}\n\n`samerun data COMMAND --help` shows its options."
+        parser = Parser("data", "Inspect and prepare data before a run, with the tools of its task.", epilog=epilog)
         parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="what to do")
         parser.parse_all(argv or ["--help"])  # ends the program
     if argv[0] != "tokenize":  # every other command takes a recipe by this option, and these as a plain word too
@@ -74,21 +70,19 @@ def _task_of(words: Sequence[str]) -> str:
 def _check(argv: Sequence[str]) -> int:
     from app.tasks.image_classification.data.command import make_parser, recipe_of  # not for the other commands
 
-    parser = make_parser(
-        "check",
-        "Read every sample of all splits of a recipe once, as training would, and list the unreadable ones. The exit code is 6 "
-        "if there are any that --write has not written down.",
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into FILE, for data.leave_out=FILE; "
+    parser = make_parser("check", "Read every sample of all splits of a recipe once, as training would, and list the "
+        "unreadable ones. The exit code is 6 if there are any that --write has not written down.")  # fmt: skip
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write their names into a file, for data.leave_out=PATH; "
         "names that it already leaves out are kept")  # fmt: skip
     options = parser.parse_all(argv)
     recipe = recipe_of(options.words, any_task=True)
     can_leave_out = recipe.task == _IMAGES
     if options.write is not None and not can_leave_out:
         raise RecipeError(
-            f"--write makes a file for data.leave_out, a key of {_IMAGES}, and this recipe's task is {recipe.task}: leave "
-            "--write out, and repair the listed samples"
+            f"--write makes a file for data.leave_out, a key of {_IMAGES}, and the task is {recipe.task}: leave --write out"
         )
+    if options.write is not None and not os.access(options.write.parent, os.W_OK):  # now, because reading takes longer
+        raise DataError(f"--write {options.write} cannot be written: its folder does not exist, or is closed to you")
     found: dict[str, str] = {}
     if can_leave_out:
         splits, not_read = _open_images(recipe, found)
@@ -105,7 +99,7 @@ def _check(argv: Sequence[str]) -> int:
         for number, why in _unreadable(samples, split, recipe.seed, options.processes):
             found[samples.name(number) if can_leave_out else f"{split}/{number}"] = why
     for name, why in found.items():
-        print_text(f"unreadable: {name}: {why}")
+        print_text(f"unreadable: {name}: {why}".replace("\n", r"\n"))
     if options.write is not None and found:
         count = _write(options.write, recipe, found)
         print_text(f"{options.write} names {count} samples: data.leave_out={options.write} leaves them out")
@@ -175,10 +169,9 @@ def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
     """Write the names, and those that the recipe leaves out already; return how many they are. Raises DataError."""
     from app.tasks.image_classification.data import images
 
+    if broken := next((name for name in found if "\n" in name), None):
+        raise DataError(f"{broken!r} has a line break in its name, and --write writes one name a line: rename it")
     before = [(name, "") for name in sorted(images.names_in(recipe.sections.data))]
-    try:
-        with file_made_whole(path) as temporary:
-            temporary.write_text(images.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise DataError(f"--write {path} cannot be written ({error.strerror}): choose another file") from error
+    with disk_errors(path, "written", DataError), file_made_whole(path) as temporary:
+        temporary.write_text(images.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
     return len(before) + len(found)

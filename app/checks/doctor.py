@@ -15,7 +15,6 @@ the store of the launchers, and connects to the others. All ranks get the result
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -49,7 +48,7 @@ from app.errors import SamerunError, TopologyError, leave_with
 from app.options import Parser, above_zero
 from app.recipe.schema import BatchPlan
 from app.reports.past_run import print_text
-from app.reports.runs import Row, write
+from app.reports.runs import Row, print_wrapped, write
 
 _WARM_UPS, _REPEATS = 2, 5
 _CONNECT_S = 5.0
@@ -114,9 +113,14 @@ class Examination(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it cannot be examined."""
     launched = Launched()
+    parser = Parser("doctor", "Examine the machines and processes of a run before it.")
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; a rank "
+                        "that takes longer is reported as stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, on each node, instead of ending "
+                        "with it: a launcher would print a traceback of the problem")  # fmt: skip
     Lifeline(os.environ).start()
     try:
-        options = _parse(argv)
+        options = parser.parse_all(argv)
         launched = read(own_environment())
         limit = partial(time_limit, launched, options.patience)
         hosts, faults = _check_connections(launched, limit, timeout_s=2 * options.patience)
@@ -150,9 +154,8 @@ def time_limit(launched: Launched, seconds: float, phase: str) -> Iterator[None]
         sys.stderr.write(f"samerun doctor: {phase}\n")
         sys.stderr.flush()
     error = TopologyError(
-        f"{phase}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, or for a "
-        "rank that does not report it: exclude that rank's node, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the "
-        "network to use"
+        f"{phase}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, or for one that "
+        "does not: exclude its node, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the network to use"
     )
     timer = threading.Timer(seconds, leave_with, (error, launched.rank))
     timer.start()
@@ -259,28 +262,16 @@ def _print_examination(examination: Examination) -> None:
         device = " ".join(dict.fromkeys((process.device, process.device_name)))
         row = {"rank": rank, "host": process.host, "address": process.address, "device": device}
         rows.append({**row, "memory free/total (GiB)": memory})
-    write(rows, "table")
+    write(rows)
     if examination.all_reduces:
-        print_text("all-reduce of float32: algbw = size / time of the slowest rank, busbw = algbw * 2(n-1)/n")
+        print_wrapped("all-reduce of float32: algbw = size / time of the slowest rank, busbw = algbw * 2(n-1)/n")
         rows = []
         for each in examination.all_reduces:
-            row = {"size (B)": each.size_bytes, "time (us)": round(each.elapsed_s * 1e6, 1)}
+            row = {"size (MiB)": each.size_bytes / 2**20, "time (us)": round(each.elapsed_s * 1e6, 1)}
             row |= {"algbw (GB/s)": round(each.algbw_gb_per_s, 3), "busbw (GB/s)": round(each.busbw_gb_per_s, 3)}
             rows.append({**row, "#wrong": sum(each.wrong)})
-        write(rows, "table")
-    print_text(f"versions of rank 0: {', '.join(f'{name} {version}' for name, version in processes[0].versions.items())}")
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.checks.doctor",
-        description="Examine the machines and processes of a run before it.",
-    )
-    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; a rank "
-                        "that takes longer is reported as stuck (default: 60)")  # fmt: skip
-    parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, on each node, instead of ending "
-                        "with it: a launcher would print a traceback of the problem")  # fmt: skip
-    return parser.parse_all(argv)
+        write(rows)
+    print_wrapped(f"versions of rank 0: {', '.join(f'{name} {version}' for name, version in processes[0].versions.items())}")
 
 
 def find_broken_links(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from app.environment.topology import Topology
 from app.errors import RecipeError, RunFolderError, TopologyError, UsageError
-from app.options import Parser, names, numbers, positive, tolerance
+from app.options import Parser, add_presets, add_recipe, numbers, positive, tolerance
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.reports import past_run
@@ -78,9 +78,9 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
         options.steps, options.presets, options.processes, options.accumulation = _QUICK_STEPS, ["multi_gpu"], [2], [1]
         options.overrides.append(f"train.global_batch_size={quick_batch(options.recipe, options.overrides)}")
         environment = {**environment, "CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share a GPU
-    if options.keep and os.path.lexists(options.keep):  # runs of an earlier state of the task could be in it
-        raise UsageError(f"--keep {options.keep} exists: choose a new folder")
-    with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
+    if options.out and os.path.lexists(options.out):  # runs of an earlier state of the task could be in it
+        raise UsageError(f"--out {options.out} exists: choose a new folder")
+    with nullcontext(options.out) if options.out else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
         planned, reference, floor = _plan(options, Path(folder), environment, say)
         all_cases = {case.name: case for case in (reference, *planned.values(), floor) if isinstance(case, RunCase)}
         command = ["samerun", "parity", *argv]
@@ -120,9 +120,7 @@ def _plan(
         else:
             planned[variant] = case
     if not planned:
-        raise RecipeError(
-            "there is no case to compare with the reference: choose other --presets, --processes or --accumulation"
-        )
+        raise RecipeError("there is no case to compare with the reference: choose other --presets or --processes")
     reference = case_of(_REFERENCE, recipe, options, folder / "reference", environment)
     if isinstance(reference, str):
         raise RecipeError(f"the reference, {_REFERENCE}, cannot run: {reference}")
@@ -192,7 +190,7 @@ def report(found: Mapping[Variant, Comparison | str], floor: Comparison | str, *
             row |= {"largest loss difference": one.losses.largest, "at step": one.losses.largest_at_step}
             row["run"] = "the same" if one.is_same else "different"
         rows.append(row)
-    write(rows, "table")
+    write(rows)
     for variant, one in found.items():
         if isinstance(one, str) or variant in parted:
             print_text(f"{variant}: {one}")
@@ -213,26 +211,21 @@ def report(found: Mapping[Variant, Comparison | str], floor: Comparison | str, *
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun parity",
-        usage="%(prog)s [options] [key=value ...]",
-        description="Run a recipe for a few steps under several presets and numbers of processes, one after the other. "
-        "Compare losses, learning rates and samples with one process on the CPU, step by step.",
-    )
+    parser = Parser("parity", "Run a recipe for a few steps under several presets and numbers of processes, one after the "
+        "other. Compare losses, learning rates and samples with one process on the CPU, step by step.",
+        usage="%(prog)s [options] [key=value ...]")  # fmt: skip
     add = parser.add_argument
-    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    add_recipe(parser, "recipe values for all cases")
     add("--quick", action="store_true", help="check a task's rules in about a minute: 3 small steps on the CPU with 1 process, "
-        "1 process with gradient accumulation, and 2 processes; of the other options only --recipe, --tolerance and --keep "
+        "1 process with gradient accumulation, and 2 processes; of the other options only --recipe, --tolerance and --out "
         "apply")  # fmt: skip
-    add("--presets", "--preset", "--config_file", type=names, default=["multi_gpu"],
-        help="presets, comma-separated (default: multi_gpu)")  # fmt: skip
-    add("--processes", "--num_processes", type=numbers, default=[1, 2],
-        help="numbers of processes, comma-separated (default: 1,2)")  # fmt: skip
-    add("--accumulation", type=numbers, default=[1],
+    add_presets(parser)
+    add("--processes", type=numbers, default=[1, 2], metavar="N,...", help="numbers of processes (default: 1,2)")
+    parser.take_also("--processes", "--num_processes")
+    add("--accumulation", type=numbers, default=[1], metavar="N,...",
         help="gradient accumulation: forward passes per step, such as 1,2 (default: 1)")  # fmt: skip
-    add("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
-    add("--tolerance", type=tolerance,
+    add("--steps", type=positive, default=20, metavar="N", help="optimizer steps to compare (default: 20)")
+    add("--tolerance", type=tolerance, metavar="NUMBER",
         help="largest relative difference between losses (default: 1e-5 in the first 20 steps, then 1e-4)")  # fmt: skip
-    add("--keep", metavar="DIR", help="keep the run folders and the output of all cases in DIR, a new folder")
-    add("overrides", nargs="*", metavar="key=value", help="recipe values for all cases")
+    add("--out", metavar="PATH", help="new folder for the run folders and the output of all cases (default: they are deleted)")
     return parser

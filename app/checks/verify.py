@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError
@@ -86,25 +85,22 @@ class Verdict:
 
 def main(argv: list[str]) -> int:
     """Print the verdict and where the time went; return 0 if every batch was fed once, and 1 if not."""
-    parser = Parser(
-        prog="samerun verify",
-        description="Check in a run's ledger that every global batch was applied exactly once, and show where the time went.",
-    )
-    parser.add_argument("run", type=Path, help="run folder")
+    parser = Parser("verify", "Check that each global batch of a run was applied exactly once; show where the time went.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_all(argv)
     verdict, spent = verify(arguments.run)
     if arguments.json:
         time = {**asdict(spent), "wall_s": spent.wall_s, "goodput": spent.share}
         values = {"verified": verdict.is_good, **asdict(verdict), "time": time}
-        sys.stdout.write(json.dumps(values, default=_first_and_last) + "\n")
+        sys.stdout.write(json.dumps(values, default=lambda span: [span.start, span.stop - 1]) + "\n")
     else:
         print_text(str(verdict))
         rows: list[Row] = []
         for name, seconds in time_parts(spent).items():
             known = {} if seconds is None else {"seconds": round(seconds, 1), "share": f"{seconds / (spent.wall_s or 1.0):.1%}"}
             rows.append({"part": name, "seconds": "unknown", "share": "", **known})
-        write(rows, "table")
+        write(rows)
         print_text(f"goodput, the share of compute: {spent.share:.1%}")
     return 0 if verdict.is_good else 1
 
@@ -180,8 +176,3 @@ def _spans(steps: Iterable[int]) -> list[range]:
 def _shown(spans: Sequence[range]) -> str:
     shown = [f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start) for span in spans[:_MOST_SPANS]]
     return ", ".join(shown) + (", ..." if len(spans) > _MOST_SPANS else "")
-
-
-def _first_and_last(span: Any) -> list[int]:
-    assert isinstance(span, range)
-    return [span.start, span.stop - 1]

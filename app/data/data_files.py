@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import bz2
 import csv
+import errno
 import fnmatch
 import functools
 import gzip
 import lzma
 import os
 import re
+import stat
 import sys
 import zlib
 from collections import Counter
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 from app.environment.topology import listed
 from app.errors import DataError
+from app.files.atomic_files import made_whole
 from app.files.other_libraries import extra
 
 BESIDE_FOLDERS = "next to the class folders"
@@ -144,6 +147,13 @@ def check_complete(
             )
 
 
+def regular_file(path: Path) -> os.stat_result:
+    """Return the status of a file. Raises OSError, also if it is a pipe or a device, of which a read can wait for ever."""
+    if not stat.S_ISREG((status := path.stat()).st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a folder, not a file", str(path))
+    return status
+
+
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -156,7 +166,7 @@ def is_compressed(path: Path) -> bool:
 def open_decompressed(path: Path) -> Iterator[Any]:
     """Open a file for reading bytes, decompressed. Raises DataError, in the block as well, if it cannot be read to its end."""
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
     if path.suffix.lower() == ".zst":
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -166,19 +176,37 @@ def open_decompressed(path: Path) -> Iterator[Any]:
         window = {zstd.DecompressionParameter.window_log_max: 31}  # `zstd --long=31` writes such files
         openers[".zst"] = functools.partial(zstd.open, options=window)
         errors = (*errors, zstd.ZstdError)
+    with reading(path, errors=errors), openers.get(path.suffix.lower(), open)(path, "rb") as file:
+        yield file
+
+
+@contextmanager
+def reading(name: object, remedy: str = "repair or replace it", *, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise DataError, saying that `name` cannot be read, for an OSError in the block, or one of a library's `errors`."""
+    expected: tuple[type[Exception], ...] = (OSError, *errors)
     try:
-        with openers.get(path.suffix.lower(), open)(path, "rb") as file:
-            yield file
-    except errors as error:
-        raise damaged_file_error(path, error) from error
+        yield
+    except expected as error:
+        why = (isinstance(error, OSError) and error.strerror) or first_line(error)
+        raise DataError(f"{name} cannot be read ({why}); {remedy}") from error
 
 
-def damaged_file_error(path: Path | str, error: Exception) -> DataError:
-    """Return the error for a file that a decompressor, or another library, cannot read to its end."""
-    if isinstance(error, OSError) and error.errno:
-        return DataError(f"{path} cannot be read ({error.strerror}); repair or remove it")
-    why = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return DataError(f"{path} cannot be read to its end ({why}): it is truncated or damaged; replace it")
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give an empty folder to fill, which becomes `out` when the block is done. Raises DataError, also if `out` exists."""
+    if out.exists() or out.is_symlink():
+        raise DataError(f"{out} already exists, and no files are replaced: choose another --out, or remove it")
+    try:
+        with made_whole(out) as temporary:
+            yield temporary
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(f"{out} cannot be written: {why}. Free space there, or choose another folder") from error
 
 
 def check_columns(file: Path, wanted: Collection[str]) -> None:

@@ -253,9 +253,8 @@ def _array(name: str, given: Any) -> np.ndarray:
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")) if array.ndim else array
         torch.from_numpy(array[:0])
     except (TypeError, ValueError, IndexError) as error:
-        raise DataError(
-            f"Samples.of was given {type(given).__name__} as {name!r}, but expects arrays or tensors [N, ...]: {error}"
-        ) from error
+        kind = type(given).__name__
+        raise DataError(f"Samples.of expects arrays or tensors [N, ...], and {name!r} is a {kind}: {error}") from error
     return array
 
 
@@ -306,17 +305,11 @@ def hold_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
     if fraction is None or data.train is None:
         return data
     if data.validation is not None:
-        raise RecipeError(
-            f"train.validation_fraction is {fraction:g}, but the data has its own validation split: remove it "
-            "(train.validation_fraction=null)"
-        )
+        raise RecipeError(f"train.validation_fraction is {fraction:g}, but the data has a validation split: set it to null")
     size = len(data.train)
     count = round(fraction * size)
     if not 0 < count < size:
-        raise DataError(
-            f"train.validation_fraction is {fraction:g}, which is {count} of {size} training samples: both "
-            "splits need at least one"
-        )
+        raise DataError(f"train.validation_fraction is {fraction:g}, {count} of {size} training samples: both splits need one")
     return data._replace(validation=SamplePart(data.train, seed, 0, count), train=SamplePart(data.train, seed, count, size))
 
 

@@ -158,9 +158,8 @@ def check_agreement(gather: Callable[[Any], list[Any]], device: torch.device, fa
             )
     if differences:
         raise TopologyError(
-            "the ranks would not train the same run. They differ in "
-            + "; ".join(differences)
-            + ". Use the same files, environment and command line on every node."
+            f"the ranks would not train the same run. They differ in {'; '.join(differences)}. Use the same files, environment "
+            "and command line on every node."
         )
 
 

@@ -135,8 +135,7 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
 
 def topology_dependence(model: nn.Module) -> list[str]:
     """Return a sentence if layers make the result of a recipe depend on the number of processes."""
-    # A frozen one is not in training mode: it keeps its statistics.
-    found = [name for name, it in batchnorms(model).items() if it.training and not isinstance(it, nn.SyncBatchNorm)]
+    found = unsynchronized_batchnorms(model)
     if not found:
         return []
     plural, more = ("s", ", ...") if len(found) > 1 else ("", "")
@@ -144,6 +143,11 @@ def topology_dependence(model: nn.Module) -> list[str]:
         f"{len(found)} batch normalization layer{plural} ({found[0]}{more}): statistics are computed per micro-batch, so "
         "results depend on the number of processes (on GPUs, train.sync_batchnorm=true computes them over all processes)"
     ]
+
+
+def unsynchronized_batchnorms(model: nn.Module) -> list[str]:
+    """Return the names of batch normalizations with statistics per micro-batch; frozen ones, in evaluation mode, have none."""
+    return [name for name, it in batchnorms(model).items() if it.training and not isinstance(it, nn.SyncBatchNorm)]
 
 
 def batchnorms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -178,6 +179,13 @@ def replace(model: nn.Module, own: Callable[[nn.Module, str], nn.Module | None])
         parent, _, name = path.rpartition(".")
         if (found := made[layer]) is not None:
             setattr(model.get_submodule(parent), name, found.train(layer.training))
+
+
+def layer_in(frames: Iterable[FrameType], model: Any) -> tuple[str, nn.Module] | None:
+    """Return name and module of the innermost layer of the model that these frames call, the last call first."""
+    names = {layer: name for name, layer in model.named_modules()} if isinstance(model, nn.Module) else {}
+    callers = (frame.f_locals.get("self") for frame in frames)
+    return next(((names[it], it) for it in callers if isinstance(it, nn.Module) and it in names), None)
 
 
 def without_data(model: nn.Module) -> Callable[..., Any]:

@@ -98,8 +98,7 @@ class Runtime:
         self.plan = plan
         self.workers = workers
         self.signs_of_life, self.step = 0, 0  # see `alive`
-        if launched.variables:
-            os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
+        os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
         self._collective = _time_out(hang_timeout_s)
         on_cpu = launched.use_cpu or not torch.accelerator.is_available()
         if on_cpu and launched.mixed_precision == "fp16":
@@ -314,13 +313,13 @@ def load_operators() -> None:
         ) from error
     path = os.pathsep.join((BIN_DIR, os.environ.get("PATH", os.defpath)))
     with guard, patch_environment(path=path):
-        fcntl.flock(guard, fcntl.LOCK_EX)
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
         if builder is not None and builder.is_compatible(verbose=False):
+            if not any(root.glob(f"**/{builder.name}.so")):
+                sys.stderr.write(f"compiling DeepSpeed's {builder.name} in {root}, once, in some minutes, or waiting for it\n")
+            fcntl.flock(guard, fcntl.LOCK_EX)
             for leftover in root.glob(f"**/{builder.name}/lock"):
                 leftover.unlink()
-            if not any(root.glob(f"**/{builder.name}.so")):
-                sys.stderr.write(f"compiling DeepSpeed's {builder.name} in {root}, once, in some minutes\n")
             builder.load(verbose=False)
 
 

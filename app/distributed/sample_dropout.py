@@ -53,6 +53,8 @@ class PassDraws:
         self.layers: list[SampleDropout] = []
         self.left: dict[str, str] = {}
         """Layers whose draws cannot belong to samples, and why."""
+        self.drawn, self.remedy = "", ""
+        """Where a pass draws otherwise, and the settings that turn it off; empty: not known."""
         self.growing: set[str] | None = None
         """Layers whose inputs' first dimension is known to grow with the batch (`compare`); None: nothing was compared."""
         self.rows: dict[str, list[int]] | None = None
@@ -95,15 +97,19 @@ class PassDraws:
         `parts` is how many processes compute a pass together.
         """
         known = [f"{name}: {why}" for name, why in self.left.items()]
-        what = listed(known, _MOST_NAMED) or "functional dropout, as in attention, or torch.rand"
+        what = listed(known, _MOST_NAMED) or self.drawn or "functional dropout, as in attention, or torch.rand"
         said = f"forward passes use random numbers that do not belong to samples ({what})"
         if plan.passes * parts == 1:
             return f"{said}: on several processes or with accumulation this recipe is refused, because its result would differ"
+        off = (
+            "Set the dropout of attention to 0 (nn.MultiheadAttention(dropout=0.0); attention_dropout=0.0, attn_pdrop=0.0 or "
+            "attention_probs_dropout_prob=0.0 of transformers), use"
+        )
+        if self.drawn:
+            off = f"Set {self.remedy} to 0, use" if self.remedy else "Use"
         return (
-            f"{said}, so the result would depend on the topology (here {plan}). Set the dropout of attention "
-            "to 0 (nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of "
-            "transformers), use layers such as nn.Dropout on inputs [B, ...], draw in the task's `preprocess`, or "
-            "train on one process without accumulation"
+            f"{said}, so the result would depend on the topology (here {plan}). {off} layers such as nn.Dropout on inputs "
+            "[B, ...], draw in the task's `preprocess`, or train on one process without accumulation"
         )
 
     def refuse_others(self, plan: BatchPlan, *, parts: int = 1) -> None:

@@ -63,7 +63,7 @@ def read(path: str) -> dict[str, Any]:
 def nvme_problem(zero: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the section `zero_optimization` if it offloads to NVMe, or None."""
     for what in ("offload_optimizer", "offload_param"):
-        if _section(zero, what).get("device") == "nvme":
+        if section_of(zero, what).get("device") == "nvme":
             return f"{what}.device: nvme: checkpoints and weight averages cannot access NVMe; offload to the CPU (device: cpu)"
     return None
 
@@ -71,7 +71,7 @@ def nvme_problem(zero: Mapping[str, Any]) -> str | None:
 def precision_problem(config: Mapping[str, Any], precision: str) -> str | None:
     """Return how the file contradicts --mixed-precision, or None."""
     for kind in ("bf16", "fp16"):
-        enabled = _section(config, kind).get("enabled", "auto")
+        enabled = section_of(config, kind).get("enabled", "auto")
         if enabled not in ("auto", precision == kind):
             found = f"{kind}.enabled is {json.dumps(enabled)}, and the precision is {precision}"
             return f'{found}: write "auto" there, and give --mixed-precision'
@@ -93,12 +93,18 @@ def _problems(config: Any) -> Iterator[str]:
         yield f"zero_optimization.stage: {json.dumps(zero.get('stage'))}: it must be 0, 1, 2 or 3"
     if problem := nvme_problem(zero):
         yield problem
-    for section in (config, zero, *(_section(config, name) for name in ("bf16", "fp16")), _section(zero, "offload_optimizer")):
+    for section in (
+        config,
+        zero,
+        *(section_of(config, it) for it in ("bf16", "fp16")),
+        section_of(zero, "offload_optimizer"),
+    ):
         for key, value in section.items():
             if key in _UNCHANGED and value not in (None, _UNCHANGED[key]):
                 yield f"{key}: {json.dumps(value)}: it changes what is computed, or where weights are kept; leave it out"
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a config file or a preset; empty if there is none."""
     section = config.get(name)
     return section if isinstance(section, dict) else {}

@@ -7,14 +7,18 @@ that any of these grants. psutil is imported where it is needed: the launcher, w
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import platform
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from app.environment.slurm_variables import STEP, Slurm, is_in_step, own_environment
+from app.errors import UsageError
 
 MEMBERSHIPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -143,9 +147,57 @@ def kill_all_with(variable: str, value: str) -> int:
             return before
 
 
+@contextmanager
+def imports_explained() -> Iterator[None]:
+    """Raise UsageError where a user's file is imported in place of a library."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        for name in ("yaml", "accelerate", "torch", "numpy", "datasets"):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if file and Path(file).stem == name:  # a library is a package
+                remedy = "rename it, or remove its folder from PYTHONPATH"
+                raise UsageError(f"{file} is imported in place of the library {name} ({error}): {remedy}") from error
+        raise
+
+
 def terminals() -> list[int]:
     """Return which of stdin, stdout and stderr are terminals. Call it early: a lost terminal is none any more."""
     return [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+
+
+class StdoutError(OSError):
+    """Stdout cannot be written: its reader has gone, or its disk is full."""
+
+
+class _Stdout(io.FileIO):
+    """Stdout whose errors are distinct from those of other files, or end nothing."""
+
+    is_needed = True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            redirect_to_null([1])  # or the interpreter would meet the error again when it ends
+            if self.is_needed:
+                raise StdoutError(error.errno, error.strerror) from error
+            with suppress(OSError):  # the terminal of both is gone
+                os.write(2, f"samerun: stdout cannot be written ({error.strerror}); the run continues\n".encode())
+            return len(data)
+
+
+def guard_stdout(*, is_needed: bool) -> None:
+    """Make stdout raise StdoutError where it cannot be written; or if it is not needed, discard it from then on.
+
+    Characters that its encoding lacks are escaped.
+    """
+    if sys.stdout is sys.__stdout__:  # else it is of a test, or guarded already
+        if sys.stdout is None:  # closed by the shell: `>&-`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raw, encoding = _Stdout(1, "w", closefd=False), getattr(sys.stdout, "encoding", None)
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
+    _Stdout.is_needed = is_needed
 
 
 def redirect_to_null(descriptors: Collection[int]) -> None:

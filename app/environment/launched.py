@@ -7,25 +7,17 @@ Accelerate was asked for several processes and started one: each would train its
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from app.environment import deepspeed_file, started_ranks, topology
 from app.environment.slurm_variables import JOB
-from app.environment.topology import (
-    END_TIME,
-    ERRORS,
-    LAUNCHER,
-    PRESET_FILE,
-    START_TIME,
-    SUBMIT_TIME,
-    number,
-    said,
-)
+from app.environment.topology import END_TIME, ERRORS, LAUNCHER, PRESET_FILE, START_TIME, SUBMIT_TIME, number, said
 from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -34,6 +26,10 @@ PRECISIONS = ("no", "bf16", "fp16")
 """Precisions of the forward and backward pass, in Accelerate's words; `no` is float32."""
 NO_FP16_ON_CPU = "fp16 needs a GPU: on a CPU Accelerate would silently train in float32; use no, or bf16"
 
+_OF_ACCELERATE = re.compile(
+    r"ACCELERATE_((USE|GRADIENT|DYNAMO|DEEPSPEED|FP8)_.*|MIXED_PRECISION|CONFIG_DS_FIELDS)|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_.*"
+)
+"""Variables that `accelerate launch` sets from a preset. Its other variables, such as ACCELERATE_LOG_LEVEL, are for users."""
 _LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
@@ -152,6 +148,17 @@ def read(environ: Mapping[str, str]) -> Launched:
     )
 
 
+def without_leftovers(environ: Mapping[str, str], *, say: Callable[[str], None]) -> dict[str, str]:
+    """Return the environment without what an earlier `accelerate launch`, or a script for one, left in it, and report that.
+
+    Accelerate would believe it: it sets the variables of a preset's strategy, and unsets none of another.
+    """
+    leftovers = sorted(filter(_OF_ACCELERATE.fullmatch, environ))
+    if leftovers:
+        say(f"the preset decides, so these variables of the shell are not passed on: {said(environ, *leftovers)}")
+    return {name: value for name, value in environ.items() if name not in leftovers}
+
+
 def errors_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the folder in which a process records why it fails, if its launcher named one."""
     return Path(environ[ERRORS]) if ERRORS in environ else None
@@ -159,18 +166,14 @@ def errors_folder(environ: Mapping[str, str]) -> Path | None:
 
 def end_time_s(environ: Mapping[str, str]) -> float | None:
     """Return when the allocation ends, in Unix seconds, if it is known. Raises TopologyError for a time that is none."""
-    text = environ.get(END_TIME)
-    if text is None:
+    if END_TIME not in environ:
         return None
-    try:
-        left_s = float(text) - time.time()
-    except ValueError:
-        left_s = float("nan")
-    if 0 < left_s < _LONGEST_ALLOCATION_S:
-        return float(text)
+    end_s = number(environ, END_TIME)
+    if 0 < end_s - time.time() < _LONGEST_ALLOCATION_S:
+        return float(end_s)
     now = f"{time.time():.0f} by the clock of {socket.gethostname()}"
     raise TopologyError(
-        f"{END_TIME} is {text!r}: it must be the end of the allocation in Unix seconds, and now is {now}. "
+        f"{END_TIME} is {end_s}: it must be the end of the allocation in Unix seconds, and now is {now}. "
         "Unset it if it comes from another job; correct the clock if that is wrong."
     )
 
@@ -190,7 +193,8 @@ def _refuse_unsupported(environ: Mapping[str, str]) -> None:
         (_is_true(environ, "ACCELERATE_USE_MEGATRON_LM"),
          "the preset's distributed_type is MEGATRON_LM: use MULTI_GPU, DEEPSPEED or FSDP (fsdp_version: 2)."),
         (is_fsdp and version != "2",
-         f"the preset's fsdp_version is {version}: use `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml does."),
+         f"fsdp_version is {version} (preset, or FSDP_VERSION of the shell): use 2, as accelerate_configs/fsdp2.yaml does. If "
+         "the preset is not one of FSDP, run `unset ACCELERATE_USE_FSDP`."),
         (is_fsdp and _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"),
          "the preset's fsdp_activation_checkpointing is true: Accelerate recomputes layers with other random numbers, so with "
          "dropout the gradients are wrong. Remove it, and set train.checkpoint_activations=blocks."),

@@ -12,7 +12,6 @@ variables of the environment. A size of -1, as the shipped presets have it, is d
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,21 +61,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         is_one, nodes = self.num_nodes <= 1, self.described("num_nodes")
+        is_rank = self.node_rank in range(max(self.num_nodes, 1))
+        is_loopback = re.fullmatch(r"localhost(\.localdomain)?|127\.[\d.]+|::1", self.head_address) is not None
+        is_reached = self.head_address != "" and (is_one or not is_loopback)
         counts = ("num_nodes", "processes_per_node", "threads_per_process")
         rules = [(name, getattr(self, name) is None or getattr(self, name) >= 1, "it must be at least 1") for name in counts]
         rules += [
-            (
-                "node_rank",
-                self.node_rank in range(max(self.num_nodes, 1)),
-                f"with {nodes} it must be 0 to {self.num_nodes - 1}",
-            ),
+            ("node_rank", is_rank, f"with {nodes} it must be 0 to {self.num_nodes - 1}"),
             ("port", 0 <= self.port <= 65535, "it must be a TCP port, 1 to 65535, or 0 for any free one"),
             ("port", is_one or self.port != 0, f"{self.num_nodes} nodes must use the same port"),
-            (
-                "head_address",
-                self.head_address != "" and (is_one or not _is_loopback(self.head_address)),
-                "it must be a name or address by which every node reaches node 0",
-            ),
+            ("head_address", is_reached, "it must be a name or address by which every node reaches node 0"),
             ("hosts", len(self.hosts) in (0, self.num_nodes), f"{nodes}, so there must be one name per node"),
         ]
         if problems := [f"{self.described(name)}: {rule}" for name, is_right, rule in rules if not is_right]:
@@ -105,13 +99,6 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     """Return names of hosts or ranks with commas, the first `most` of them: `node1, node2 and 6 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a host name
-        return address in ("localhost", "localhost.localdomain")
 
 
 # ---- How values of the environment are read and shown -----------------------------------------------------------------------

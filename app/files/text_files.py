@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -41,6 +41,11 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST and math.isfinite(value)
 
 
+def opened(path: Path) -> IO[bytes]:
+    """Open a file to read; a pipe of that name reads as an empty file, instead of waiting for a writer."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 class Lines:
     """The lines of a file, and how many were left out."""
 
@@ -54,7 +59,7 @@ class Lines:
         Raises RunFolderError if the file is missing or cannot be read.
         """
         try:
-            with self._path.open("rb") as file:
+            with opened(self._path) as file:
                 for number, line in enumerate(file, start=1):
                     try:
                         values = parsed(line)
@@ -91,7 +96,9 @@ def find_yaml(what: str, name_or_path: str, shipped: Path, *, error: Callable[[s
         return shipped / f"{name_or_path}.yaml"
     if (path := Path(name_or_path)).exists():
         return path
-    hint = did_you_mean(path.stem, names, then=f"the package has {', '.join(names)}", cutoff=0.5)
+    word = path.stem.lower()
+    inside = [name for name in names if word in name]
+    hint = did_you_mean(word, inside or names, then=f"the package has {', '.join(names)}", cutoff=0.1 if inside else 0.6)
     raise error(f"{what} {name_or_path}: there is no {what} or file of that name; {hint}")
 
 
@@ -125,8 +132,11 @@ def key_text(node: yaml.Node) -> str | None:
     return str(node.value) if isinstance(node, yaml.ScalarNode) else None
 
 
-def repeated_keys(root: yaml.Node) -> Iterator[tuple[str, int, int]]:
-    """Yield each key that a mapping has twice, where PyYAML keeps the last, with the lines of the two, from 1 on."""
+def keys_with_lines(root: yaml.Node) -> Iterator[tuple[str, int, int]]:
+    """Yield each key of each mapping, the line where the mapping has it already, if any, else 0, and its line, from 1 on.
+
+    Of a repeated key PyYAML keeps the last.
+    """
     seen_nodes: set[int] = set()
     waiting = [root]
     while waiting:
@@ -140,8 +150,8 @@ def repeated_keys(root: yaml.Node) -> Iterator[tuple[str, int, int]]:
             first: dict[str | None, int] = {}
             for key_node, value in node.value:
                 key, line = key_text(key_node), key_node.start_mark.line + 1
-                if key is not None and key in first:
-                    yield key, first[key], line
+                if key is not None:
+                    yield key, first.get(key, 0), line
                 first.setdefault(key, line)
                 waiting.append(value)
 
@@ -150,7 +160,15 @@ def filled_in(key: str, text: str) -> str:
     """Return the path of a recipe's key with `~` and variables replaced. Raises RecipeError for a variable that is not set."""
     filled = os.path.expandvars(Path(text).expanduser())
     if missing := re.search(r"\$\{?(\w+)", filled):
-        raise RecipeError(
-            f"{key} is {text}, and the environment variable {missing[1]} is not set: set it, or write the path itself"
-        )
+        raise RecipeError(f"{key} is {text}, and the environment variable {missing[1]} is not set: set it, or write the path")
     return filled
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in words of two units: `45 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0.0):.2g} s"
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    unit_s, unit, part_s, part = next(row for row in units if seconds >= row[0])
+    whole, rest = divmod(int(seconds), unit_s)
+    return f"{whole} {unit} {rest // part_s} {part}"

@@ -24,13 +24,8 @@ from app.errors import PresetError
 
 _COLUMNS, _ROWS = 1, 0
 DIVIDED = {
-    "embedding_rowwise": _ROWS,
-    "colwise": _ROWS,
-    "colwise_gather_output": _ROWS,
-    "colwise_rep": _ROWS,
-    "rowwise": _COLUMNS,
-    "rowwise_rep": _COLUMNS,
-    "rowwise_split_input": _COLUMNS,
+    **dict.fromkeys(("embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"), _ROWS),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), _COLUMNS),
 }
 """The dimension of a weight [outputs, inputs] that a rule of a plan splits."""
 _SUMMED = "replicated_with_grad_allreduce"
@@ -44,7 +39,7 @@ def check(model: nn.Module, parts: int) -> None:
     """Raise PresetError if a model on torch's meta device cannot be split into this number of parts."""
     asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
     if not all(parameter.is_meta for parameter in model.parameters()):
-        raise PresetError(f"{asked} needs a task that draws weights part by part: add `init_module` to it, or use fsdp2.yaml")
+        raise PresetError(f"{asked} needs a task that draws weights part by part (`init_module`): use fsdp2.yaml")
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     rules, known = set(plan.values()), {*DIVIDED, _SUMMED}
     if not rules <= known or not rules & {*DIVIDED} - {*_WHOLE_AGAIN}:
@@ -73,9 +68,7 @@ def check(model: nn.Module, parts: int) -> None:
         sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {kind_of_layer}"] = weight.shape[DIVIDED[rule]]
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
         most = math.gcd(*sizes.values())
-        raise PresetError(
-            f"{asked} cannot divide {listed(wrong, 3)} evenly: --tensor-parallel must divide {most} for this model"
-        )
+        raise PresetError(f"{asked} cannot divide {listed(wrong, 3)} evenly: --tensor-parallel must divide {most} for {kind}")
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -45,8 +45,7 @@ class Losses:
         elif self.names != tuple(sums):
             raise TrainingError(
                 f"the task's loss reports {', '.join(sums) or 'nothing'}, but reported in its first pass "
-                f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same "
-                "order, in every pass"
+                f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in order, in every pass"
             )
         count = self._scalar(loss.count)
         values = [torch.where(count > 0, loss.mean.detach().double() * count, 0.0), count]

@@ -64,13 +64,7 @@ class Profile:
     """The profile of one attempt of a run."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        claim: Claim,
-        clock: Clock,
-        *,
-        window: tuple[int, int] | None,
-        say: Callable[[str], None],
+        self, runtime: Runtime, claim: Claim, clock: Clock, *, window: tuple[int, int] | None, say: Callable[[str], None]
     ) -> None:
         """`window` is the first and the last step, 1 being the first of the run; None: no profile. `say` shows a line."""
         self._runtime, self._claim, self._clock, self._say = runtime, claim, clock, say

@@ -31,7 +31,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, MLflowTracker, TrackioTracker, WandBTracker
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar, text
+from torch.utils.tensorboard.summary import custom_scalars, hparams, image, scalar, text
 
 from app.data.samples import Batch
 from app.errors import RunFolderError
@@ -149,11 +149,14 @@ _OF_TIME = ("_s", "_share", "_per_s_per_device", "memory_bytes", "mfu")
 
 
 def tag(name: str) -> str:
-    """Return under which tag a number of the run's files is shown, in a group: validation/loss for validation_loss."""
+    """Return under which tag a number of the run's files is shown: validation/accuracy for validation_accuracy.
+
+    Losses that have curves are a group of their own, the first in the alphabet: loss/train, loss/validation.
+    """
     split, _, own = name.partition("_")
-    if split in _SPLITS and own:
-        return f"{split}/{own}"
-    return f"time/{name}" if name.endswith(_OF_TIME) else f"train/{name}"
+    if split not in _SPLITS or not own:
+        split, own = "time" if name.endswith(_OF_TIME) else "train", name
+    return f"loss/{split}" if own == "loss" and split != "test" else f"{split}/{own}"
 
 
 class TensorBoard:
@@ -172,7 +175,10 @@ class TensorBoard:
             self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         else:
             experiment, session, _ = hparams(settings, dict.fromkeys(map(tag, run.scores), 0.0))
-            self._add(Event(file_version=_FORMAT), Event(summary=experiment), Event(summary=session))
+            names = dict.fromkeys(score.partition("_")[2] for score in reversed(run.scores))  # the loss is first
+            together = {name: ["Multiline", [tag(name), tag(f"validation_{name}")]] for name in names}
+            charts = custom_scalars({"training and validation": together})
+            self._add(Event(file_version=_FORMAT), *(Event(summary=each) for each in (experiment, session, charts)))
 
     def _add(self, *events: Any) -> None:
         """Write events, with the time; they are in the file when this returns."""
@@ -189,7 +195,8 @@ class TensorBoard:
 
     def log_images(self, values: Mapping[str, Sequence[Any]], *, step: int) -> None:
         """Write the one image, uint8 [H, W, 3], of each name."""
-        self._add(*(Event(step=step, summary=image(name, pixels, dataformats="HWC")) for name, (pixels,) in values.items()))
+        for name, (pixels,) in values.items():
+            self._add(Event(step=step, summary=image(f"samples/{name}", pixels, dataformats="HWC")))
 
     def log_text(self, title: str, value: str, *, step: int) -> None:
         """Write a text unchanged: in a block of code, since TensorBoard takes it for Markdown."""
@@ -275,8 +282,7 @@ class Trackers:
             self._on.pop(name, None)
             print(  # noqa: T201 - the user must know
                 f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}). The run continues, and its folder has everything that the tracker "
-                "would have received.",
+                f"{' '.join(str(error).split())[:300]}). The run continues, and its folder has everything.",
                 flush=True,
             )
 

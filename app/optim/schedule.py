@@ -34,16 +34,13 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
     steps_per_epoch = dataset_size // global_batch_size
     if steps_per_epoch == 0:
         raise DataError(
-            f"the training data has {dataset_size} samples and a global batch has {global_batch_size}: that "
-            f"is less than one step. Lower train.global_batch_size to {dataset_size} or less, or check "
-            "data.path and data.train_split."
+            f"the training data has {dataset_size:,} sample{'s' if dataset_size > 1 else ''} and a global batch has "
+            f"{global_batch_size:,}: that is less than one step. Lower train.global_batch_size to {dataset_size} or less, or "
+            "give more training samples."
         )
     length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
     if length.total_steps > MOST_STEPS:
-        raise RecipeError(
-            f"train.epochs is {train.epochs}, which is {length.total_steps:,} steps with this data: give at most "
-            f"{MOST_STEPS:,} steps."
-        )
+        raise RecipeError(f"train.epochs is {train.epochs}, or {length.total_steps:,} steps: give at most {MOST_STEPS:,}.")
     return length
 
 

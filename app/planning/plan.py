@@ -16,12 +16,13 @@ from app import tasks
 from app.environment.launched import Sharding
 from app.environment.topology import Degrees, Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError, did_you_mean
-from app.options import Parser, names, numbers, positive, share
+from app.files.text_files import duration
+from app.options import Parser, add_recipe, names, numbers, positive, share
 from app.recipe import recipe_file
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import BatchPlan, Recipe
-from app.reports.past_run import duration, print_text
-from app.reports.runs import Row, write
+from app.reports.past_run import print_text
+from app.reports.runs import Row, print_wrapped, write
 from launch import preset as presets
 from launch.preset import Preset
 
@@ -53,6 +54,8 @@ _UTILIZATION = 0.9
 """Share of a device's memory to plan with; the rest is for the CUDA context, NCCL and fragmentation."""
 _RECOMPUTED = 4 / 3
 """Arithmetic of a step that recomputes its blocks, relative to one that does not: the backward pass is two forward passes."""
+_DETAILS = ["buffers", "loss", "gradients", "optimizer", "host per node", "weights", "activations"]
+"""Columns that a narrow table leaves out, in this order."""
 _BLOCKS = "blocks"
 """The value of train.checkpoint_activations that recomputes blocks."""
 _REMEDY = "take more devices, or devices with more memory, or a smaller model"
@@ -67,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     plan = planned(options)
     rows = [row for each in plan["devices"] for row in each["rows"]]
     if not any(row["memory"] for row in rows):
-        raise RecipeError(*dict.fromkeys(row["problem"] for row in rows))
+        problems = dict.fromkeys(row["problem"] for row in rows)
+        raise RecipeError("; ".join(problems) or "these presets are for more devices: raise --devices or leave --presets out")
     if options.json:
         print_text(json.dumps(plan, indent=1))
     else:
@@ -153,10 +157,7 @@ def _rows(assumed: _Assumptions, number: int, chosen: Sequence[str], *, per_node
     """
     nodes, rest = divmod(number, per_node)
     if rest and nodes:
-        raise UsageError(
-            f"--devices is {number}, and --nodes-of is {per_node}: only whole nodes are planned, so give a "
-            f"multiple of {per_node}"
-        )
+        raise UsageError(f"--devices is {number}: only whole nodes are planned, so give a multiple of {per_node} (--nodes-of)")
     nodes = max(nodes, 1)
     left_out = {"cpu", *(["multi_gpu"] if nodes > 1 else ["multi_node", "hsdp"])}  # others do the same
     found = [presets.load(name) for name in chosen or presets.names() if chosen or name not in left_out]
@@ -232,34 +233,37 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
     """Print a table for each number of devices, the cheapest there, and the assumptions."""
     device, parameters, per_s = plan["device"], plan["parameters"], plan["assumed"]["flops_per_s_of_a_device"]
     amount = f"{parameters / 1e9:,.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} M"
-    print_text(
+    print_wrapped(
         f"{plan['recipe']}: {amount} parameters, mixed_precision {plan['precision']}, on {device['name']} "
-        f"({_gib(device['memory']):,} GiB each, {_gib(device['usable']):,} planned); not calibrated on a GPU"
+        f"({device['memory'] / GIB:,.1f} GiB each, {device['usable'] / GIB:,.1f} planned); not calibrated on a GPU"
     )
     for each in plan["devices"]:
         rows, best = [row for row in each["rows"] if row["memory"]], each["cheapest"]
-        print_text(f"\n{each['devices']} device{'s' * (each['devices'] > 1)}, GiB on each:")
+        unit, size = ("GiB", GIB) if any(row["memory"]["total"] >= GIB for row in rows) else ("MiB", 2**20)
+        print_text(f"\n{each['devices']} device{'s' * (each['devices'] > 1)}, {unit} on each:")
         if rows:
-            write([_cells(row) for row in rows], "table")
+            write([_cells(row, size) for row in rows], optional=_DETAILS)
         problems = list(dict.fromkeys(row["problem"] for row in each["rows"] if row["problem"]))
         for problem in problems or ([] if rows else ["no preset runs on this number of devices"]):
-            print_text(f"  not possible: {problem}")
+            print_wrapped(f"  not possible: {problem}")
         if best is None:
             if rows:
                 print_text(f"  nothing fits: {_REMEDY}")
             continue
         again = " with checkpoint_activations" * (best["checkpoint_activations"] == _BLOCKS)
         print_text(f"  cheapest: {best['preset']}{again}, micro-batch {best['micro_batch']}")
-        if best["step_s"] is not None:
+        if best["step_s"] is not None and best["step_s"] < 1e-3:
+            print_wrapped("  time unknown: its arithmetic takes less than 1 ms per step, and starting its kernels takes longer")
+        elif best["step_s"] is not None:
             whole = "" if best["training_s"] is None else f", {duration(best['training_s'])} for all steps"
             print_text(f"  about {duration(best['step_s'])} per step{whole}")
         print_text(f"  {best['command']}")
-    print_text(
+    print_wrapped(
         f"\nassumed: {_UTILIZATION:.0%} of a device's memory; the rest is left for the CUDA context, NCCL and fragmentation\n"
         "host per node: offloaded state only, without Python, the libraries and the data; whether it fits is not checked"
     )
     if per_s:
-        print_text(
+        print_wrapped(
             f"assumed: {options.mfu:.0%} of {per_s / 1e12:,.0f} TFLOP/s per device (--mfu); recomputing blocks adds a third; "
             "communication is assumed to overlap with computing"
         )
@@ -267,40 +271,33 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
         print_text(f"the training time is unknown: no FLOP/s of {device['name']} are known")
 
 
-def _cells(row: Row) -> Row:
-    """Return a row as the printed table has it."""
+def _cells(row: Row, unit: int) -> Row:
+    """Return a row as the printed table has it, in units of so many bytes."""
     return {
         "preset": row["preset"],
         "recomputed": "yes" if row["checkpoint_activations"] == _BLOCKS else "no",
-        **{kind: _gib(size) for kind, size in row["memory"].items() if kind != "host"},
-        "host per node": _gib(row["host_of_a_node"]),
+        **{kind: round(size / unit, 1) for kind, size in row["memory"].items() if kind != "host"},
+        "host per node": round(row["host_of_a_node"] / unit, 1),
         "fits": "yes" if row["fits"] else "no",
         "micro-batch": f"{row['micro_batch']} x {row['accumulation']}",
     }
 
 
-def _gib(size: int) -> float:
-    return round(size / GIB, 1)
-
-
 def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun plan",
-        usage="%(prog)s [options] [key=value ...]",
-        description="Estimate, for each preset, the memory per device of a training step; name the cheapest preset that fits; "
-        "and estimate the training time from an assumed utilization. Needs no GPU and no weights, and data only where the "
-        "recipe does not describe the model, as for class folders.",
-    )
+    parser = Parser("plan", "Estimate, for each preset, the memory per device of a training step; name the cheapest preset "
+        "that fits; and estimate the training time from an assumed utilization. Needs no GPU and no weights, and data only "
+        "where the recipe does not describe the model, as for class folders.",
+        usage="%(prog)s [options] [key=value ...]")  # fmt: skip
     add = parser.add_argument
-    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    add("--presets", type=names, default=[], help="presets, comma-separated (default: all shipped presets)")
-    add("--devices", type=numbers, default=[1, 8], help="numbers of devices, comma-separated (default: 1,8)")
+    add_recipe(parser)
+    add("--presets", type=names, default=[], metavar="NAME,...", help="presets (default: all shipped presets)")
+    add("--devices", type=numbers, default=[1, 8], metavar="N,...", help="numbers of devices (default: 1,8)")
     add("--nodes-of", type=positive, default=8, metavar="N", help="devices per node (default: 8)")
-    add("--device", default="h100", help=f"kind of device: {', '.join(DEVICES)}; or its memory, such as 24GiB (default: h100)")
+    add("--device", default="h100", metavar="NAME|SIZE",
+        help=f"kind of device: {', '.join(DEVICES)}; or its memory, such as 24GiB (default: h100)")  # fmt: skip
     add("--mixed-precision", choices=presets.PRECISIONS,
         help="precision (default: bf16 if the device is known to support it, else no)")  # fmt: skip
     add("--mfu", type=share, default=0.4, metavar="SHARE",
         help="assumed utilization: model FLOP/s as a share of the device's peak (default: 0.4)")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of a table")
-    add("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser

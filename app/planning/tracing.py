@@ -104,7 +104,7 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
     task: Any = tasks.of(recipe)
     try:
         facts = task.samples("train").facts
-    except DataError:
+    except (DataError, RecipeError):
         facts = task.metadata_without_data()
         if facts is None:
             raise
@@ -415,9 +415,8 @@ def _trace_step(
                 loss = blueprint.task.loss(model, batch).mean
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RecipeError(
-                    f"{type(blueprint.task).__name__}.loss reads values of tensors "
-                    f"({str(error).splitlines()[0]}), so its memory cannot be planned: remove .item() and "
-                    "conditions on tensors"
+                    f"{type(blueprint.task).__name__}.loss reads values of tensors ({str(error).splitlines()[0]}), so its "
+                    "memory cannot be planned: remove .item() and conditions on tensors"
                 ) from None
             watch.start_backward()
             loss.backward()

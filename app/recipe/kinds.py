@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 
+from app.errors import did_you_mean
 from app.files import text_files
 
 
@@ -112,7 +113,8 @@ class Kind:
             items = tuple(map(self._read_scalar, _items(node)))
             if items and self.length in (0, len(items)):
                 return items
-        raise ValueError(f"expected {self.describe()}")
+        near = did_you_mean(node.value, self.choices) if self.choices and is_plain(node) else ""
+        raise ValueError(f"expected {self.describe()}{near and '; '}{near}")
 
     def _read_scalar(self, node: yaml.Node) -> Any:
         if self.scalar is str and isinstance(node, yaml.ScalarNode):
@@ -150,8 +152,8 @@ def _plain(node: yaml.Node, depth: int = 0) -> Any:
     if depth > 9:  # with an alias, a mapping can contain itself
         raise ValueError("it is nested too deeply")
     if isinstance(node, yaml.MappingNode):
-        for key, *_ in text_files.repeated_keys(node):
-            raise ValueError(f"it has {key} twice")
+        if twice := [key for key, first, _ in text_files.keys_with_lines(node) if first]:
+            raise ValueError(f"it has {twice[0]} twice")
         return {text_files.key_text(key): _plain(value, depth + 1) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, depth + 1) for item in node.value]

@@ -68,16 +68,13 @@ _CUTTING = {"deepspeed": "ZeRO", "fsdp2": "FSDP2"}
 def problems_of(optim: OptimRecipe) -> Iterator[Problem]:
     """Yield what is wrong with the optimizer's name, its settings and its groups, a sentence each."""
     if optim.name not in TABLE:
-        hint = did_you_mean(optim.name.rpartition(".")[2].lower(), TABLE, otherwise="it is not supported")
-        yield Problem(f"optim.name is {optim.name!r}: {hint}; there is {', '.join(TABLE)}", "optim.name")
+        which = f"expected an optimizer of torch, one of {', '.join(TABLE)}"
+        hint = did_you_mean(optim.name.rpartition(".")[2].lower(), TABLE, then=which)
+        yield Problem(f"optim.name is {optim.name!r}: {hint}", "optim.name")
         return
     for key, entries in (("settings", optim.settings), ("groups", optim.groups)):
-        if not isinstance(entries, Mapping | None):  # in a checkpoint of an earlier version
-            yield Problem(f"optim.{key} is {entries!r}: expected a mapping", f"optim.{key}")
-            continue
         for name, value in (entries or {}).items():
-            why = _setting_problem(optim.name, name, value) if key == "settings" else _group_problem(value)
-            if why:
+            if why := _setting_problem(optim.name, name, value) if key == "settings" else _group_problem(value):
                 yield Problem(f"optim.{key} has {name}: {json.dumps(value)}: {why}", f"optim.{key}")
 
 

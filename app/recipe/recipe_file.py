@@ -16,8 +16,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ from typing import Any
 import yaml
 
 from app import tasks
-from app.errors import RecipeError, did_you_mean
+from app.errors import RecipeError, RunFolderError, did_you_mean
 from app.files import text_files
 from app.recipe import task_file
 from app.recipe.kinds import Kind, Problem, is_null, kinds_in, sections_in, shown
 from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, sections_of
+from app.runs import run_folder
 
 SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT, _COMMAND_LINE = "default", "command line"
@@ -112,14 +115,86 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def _suggest(key: str, task: str) -> str:
-    """Return the nearest existing keys for one that does not exist."""
+    """Return what may have been meant by a key that does not exist."""
     known, (section, _, leaf) = list(kinds(task)), key.rpartition(".")
-    if elsewhere := [one for one in known if one.rpartition(".")[2] == leaf]:  # in another section
-        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    near = [*known, *sections(task)]
     have = "a recipe has " + ", ".join([*_OF_NO_SECTION, *sections(task)])
     if section in sections(task):
         have = f"{section} has " + ", ".join(one.partition(".")[2] for one in known if one.startswith(f"{section}."))
-    return did_you_mean(key, [*known, *sections(task)], otherwise=have, cutoff=0.75)
+        near = [one for one in known if get_close_matches(leaf, [one.rpartition(".")[2]])]
+    return meant(key, task) or did_you_mean(key, near, otherwise=have, cutoff=0.75)
+
+
+def meant(name: str, task: str, options: Collection[str] = (), *, lead: str = "give") -> str:
+    """Return what to give for the name of a key without its section, or of an option or key of another program, if it is known.
+
+    `options` are the options of the command; `lead` stands before a `key=value`.
+    """
+    name = name.lstrip("-").lower().replace("-", "_")
+    known, leaf = kinds(task), name.rpartition(".")[2]
+    found = [
+        hint
+        for hint, names in ELSEWHERE.items()
+        if not {name, leaf}.isdisjoint(names.split()) and {*re.findall(r"\b([a-z]+\.\w+)=", hint)} <= known.keys()
+    ]
+    of_command = [hint for hint in found if set(re.findall("--[a-z-]+", hint)) <= set(options)]
+    hint = "" if name in known else next(iter(of_command or reversed(found)), "")
+    if hint.startswith("--"):
+        return f"give {hint}" if of_command else f"`samerun launch` has {hint}"
+    if not hint:
+        keys = [name] if name in known else [key for key in known if key.rpartition(".")[2] == leaf != "name"]
+        hint = " or ".join(f"{key}={'true' if known[key].scalar is bool else '...'}" for key in keys[:3])
+    return f"{lead} {hint}" if re.match(r"[a-z.]+[\w.]*=", hint) else hint
+
+
+# What to give for names of transformers' Trainer, TRL, Lightning, timm and torchrun. Of several hints for a name, the first
+# counts whose keys the task has and whose options the command has; the last is for `samerun launch`.
+ELSEWHERE = {
+    "train.global_batch_size=..., over all processes": "b batch_size per_device_train_batch_size per_device_batch_size",
+    "train.max_micro_batch=...; accumulation follows from it":
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps micro_batch_size",
+    "leave it out: evaluation uses the batch size of training": "eval_batch_size per_device_eval_batch_size",
+    "train.epochs=...": "num_epochs max_epochs n_epochs epoch", "train.steps=...": "max_steps max_iters num_steps total_steps",
+    "train.checkpoint_activations=blocks": "gradient_checkpointing grad_checkpointing activation_checkpointing",
+    "train.ema_decay=0.9999": "ema use_ema model_ema model_ema_decay", "train.sync_batchnorm=true": "sync_bn",
+    "model.path=FOLDER and train.init_from=FOLDER": "model_name_or_path pretrained_model_name_or_path base_model",
+    "train.init_from=..., a file, a folder or torchvision:NAME": "model_name_or_path pretrained weights initial_checkpoint",
+    "train.evaluate_every_steps=... or train.evaluate_every_epochs=...": "eval_steps eval_strategy val_check_interval",
+    "train.validation_fraction=... (a share) or data.validation_split=... (a name)": "validation_split val_split",
+    "train.stop_after_evaluations_without_gain=...": "early_stopping_patience early_stopping patience",
+    "optim.lr=...": "learning_rate max_lr", "optim.eps=...": "adam_epsilon", "optim.weight_decay=...": "wd",
+    "optim.final_lr_ratio=..., a share of the peak": "min_lr lr_end eta_min",
+    "optim.schedule=cosine, step or constant": "lr_scheduler_type lr_scheduler scheduler sched",
+    "optim.warmup_steps=..., in steps": "warmup_ratio warmup_iters warmup",
+    "optim.name=...": "optimizer opt optim", "model.name=...": "model arch architecture",
+    "optim.clip_norm=...": "max_grad_norm gradient_clip_val clip_grad grad_clip gradient_clipping",
+    "model.architecture=... for random weights, or model.path=FOLDER and train.init_from=FOLDER": "model model_name model.name",
+    "model.attention=...": "attn_implementation", "model.lora_rank=8": "use_peft lora_r use_lora",
+    "data.source=... (its kind) and data.path=... (file, folder or hub name)": "dataset dataset_name data.name",
+    "data.path=FOLDER, which `samerun data tokenize` writes": "dataset dataset_name train_file",
+    "data.path=...": "data data_dir data.dir data.root", "data.image_size=...": "img_size",
+    "data.sequence_length=...": "max_length max_seq_length seq_len block_size", "augment.label_smoothing=...": "smoothing",
+    "log.every_steps=...": "logging_steps log_interval print_freq",
+    "checkpoint.every_steps=... or checkpoint.every_minutes=...": "save_steps save_strategy every_n_train_steps",
+    "checkpoint.keep_last=...": "save_total_limit", "checkpoint.keep_best=true, by validation score": "load_best_model_at_end",
+    "--mixed-precision bf16, fp16 or no": "bf16 fp16 amp mixed_precision amp_dtype half",
+    "--mixed-precision bf16, fp16 or no, or train.dtype=float64": "dtype torch_dtype precision",
+    "--preset cpu, multi_gpu (DDP), fsdp2 or deepspeed_zero3; `samerun presets` lists all":
+        "strategy accelerator distributed_type device ddp multi_gpu cpu use_cpu no_cuda",
+    "--preset fsdp2 (or hsdp)": "fsdp fsdp2 use_fsdp fsdp_config",
+    "--preset deepspeed_zero3 (or deepspeed_zero1, deepspeed_zero2)": "deepspeed use_deepspeed zero_stage",
+    "--devices, the number of all devices": "gpus num_gpus nproc_per_node processes num_processes nodes nnodes num_nodes",
+    "--gpus-per-node (without GPUs: --processes-per-node)": "gpus num_gpus devices nproc_per_node ntasks_per_node processes",
+    "--processes (in a job: --processes-per-node)": "np gpus num_gpus devices nproc_per_node ntasks_per_node processes",
+    "--processes": "np gpus num_gpus devices nproc_per_node processes num_processes",
+    "leave it out: nodes, ranks and addresses come from the job, or from SAMERUN_HOSTS":
+        "node_rank machine_rank local_rank world_size master_addr rdzv_endpoint rdzv_backend rdzv_id main_process_ip",
+    "--nodes": "nodes nnodes num_nodes", "--port": "master_port", "--out": "output output_dir save_dir",
+    "--workers": "j num_workers dataloader_num_workers", "--resume auto (or a path)": "resume_from_checkpoint ckpt_path",
+    "--run-dir (a folder, such as runs/NAME)": "output output_dir save_dir logdir logging_dir run_name checkpoint.dir log.dir",
+    "--recipe FILE (what is trained) or --preset FILE (how processes cooperate)": "config",
+    "--trackers wandb (or tensorboard, or none)": "report_to wandb use_wandb log_wandb log_with logger",
+}  # fmt: skip
 
 
 def meanings(task: str) -> dict[str, str]:
@@ -181,7 +256,10 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
         problems += [_with_origins(problem, keys, origins) for problem, keys in about.items() if unread.isdisjoint(keys)]
     if problems:
         raise RecipeError(*problems)
-    return LoadedRecipe(recipe, path.stem, origins)
+    name = path.stem
+    with suppress(RunFolderError):  # a run's own recipe keeps its name
+        name = str(run_folder.read_json(path.parent / run_folder.RUN).get("recipe", name))
+    return LoadedRecipe(recipe, name, origins)
 
 
 def _with_origins(problem: str, keys: Sequence[str], origins: Mapping[str, str]) -> str:
@@ -241,14 +319,20 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(dict(sorted(values.items()))).encode()).hexdigest()
 
 
-def reference(task: str = tasks.DEFAULT) -> str:
-    """Every key of a recipe for a task with its default, its type and its meaning, as the dataclasses say it."""
+def reference(task: str = tasks.DEFAULT, pattern: str = "", *, known: Collection[tuple[str, str]] = ()) -> str:
+    """Return the keys of a recipe for a task, each with its default, its type and its meaning, as the dataclasses have it.
+
+    Only keys with `pattern` in their name or meaning, and none of the keys with meanings that are `known`.
+    """
     texts, blocks, section = meanings(task), [], ""
     for key, default in flat(build({"task": task})).items():
+        if (key, texts[key]) in known or pattern.lower() not in f"{key} {texts[key]}".lower():
+            continue
         if (head := key.rpartition(".")[0]) != section:
             section = head
             blocks.append(f"\n{section}: {texts[section]}")
-        blocks.append(f"  {key}={_yaml(default)}  ({kinds(task)[key].describe()})\n      {texts[key]}")
+        meaning = re.sub(r"\bNone\b", "null", texts[key])  # as YAML has it
+        blocks.append(f"  {key}={_yaml(default)}  ({kinds(task)[key].describe()})\n      {meaning}")
     return "\n".join(blocks)
 
 
@@ -317,7 +401,7 @@ def _words(overrides: Sequence[str], task: str, problems: list[str]) -> Iterator
     for word in overrides:
         key, equals, text = (part.strip() for part in word.partition("="))
         key = key.strip("'\"")  # a key in quotes is a key, as in a file
-        if not equals:
+        if not equals or not key:
             problems.append(f"{word!r} ({_COMMAND_LINE}): expected key=value without spaces, as in optim.lr=0.1")
         elif key in sections(task):
             one = next(known for known in kinds(task) if known.startswith(f"{key}."))

@@ -1,9 +1,9 @@
 """What is learnt: the recipe, typed and frozen; and how its global batch is divided among ranks (`BatchPlan`).
 
 A recipe knows nothing of machines: no device, no number of processes, no address. Its keys are `section.field`, as in
-`optim.lr=0.1`. Those that any task has stand below, each with its default and its meaning (with the unit), and `--help` prints
-them from here; a task has sections of its own (`app/tasks`). `recipe_file.load` builds a `Recipe` from a YAML file and
-`key=value` overrides.
+`optim.lr=0.1`. Those that any task has stand below, each with its default and its meaning (with the unit), and `samerun recipes
+--keys` prints them from here; a task has sections of its own (`app/tasks`). `recipe_file.load` builds a `Recipe` from a YAML
+file and `key=value` overrides.
 
 A section may list keys in class variables:
 `not_learnt`: they do not affect what is trained, but what is logged, how often is evaluated, how data is fetched, how much

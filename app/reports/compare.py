@@ -8,22 +8,23 @@ Then the verdict names the step up to which they are the same. Whatever is unkno
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from app import tasks
+from app.files.text_files import is_count
 from app.options import Parser, tolerance
 from app.recipe import recipe_file, task_file
 from app.reports import past_run
 from app.reports.curves import labels
-from app.reports.past_run import PastRun, flat, print_text, quantities, scores
-from app.reports.runs import Row, console, write
+from app.reports.past_run import Line, PastRun, flat, print_text, quantities, scores
+from app.reports.runs import Row, console, print_wrapped, text_of, write
 from app.runs import ledger, run_folder
 
 Pair = tuple[Any, Any]
@@ -33,6 +34,12 @@ DECIDING_STEPS = 100
 _EARLY_STEPS, _EARLY, _LATE = 20, 1e-5, 1e-4
 """Largest relative difference of losses in the first steps, and in all that decide: upper bounds of what rounding grows to in a
 network with ReLU (docs/same-run.md)."""
+_ROUNDING, _ROUNDING_STEPS = 1e-6, 10
+"""Largest relative difference that is rounding alone, and steps after which a further drift can be rounding that has grown."""
+_DRIFT = (
+    "Rounding can cause such a drift: it grows from step to step, and jumps where a network has kinks (ReLU, maxima). These "
+    "losses cannot show whether rounding is the only cause; with train.dtype=float64, runs that are the same stay together"
+)
 _MACHINES = ("preset", "strategy", "mixed_precision", "world_size", "micro_batch", "accumulation", "global_batch_size",
              "commit")  # fmt: skip
 
@@ -53,6 +60,10 @@ class LossDifferences:
     """Last step of the line before it, or of all lines; 0: none."""
     deciding_up_to_step: int
     """Later lines may differ, as rounding grows; 0: none was compared."""
+    rounding: float
+    """Largest difference up to `rounding_up_to_step`."""
+    rounding_up_to_step: int
+    """Last step of the first lines that differ by no more than rounding; 0: none."""
     tolerance: float
     """Largest difference that is the same loss at the step that decides: the first beyond it, or else the last."""
 
@@ -73,7 +84,7 @@ class Comparison:
     machines: Mapping[str, Pair]
     """Preset by name, processes, hosts, batch plan, versions, commit."""
     results: Mapping[str, Pair]
-    """All results by their names in the files, of the last lines; the speed is the median of the lines. None: unknown."""
+    """All results by their names in the files, of the last lines; the speed is that of result.json. None: unknown."""
     compared_steps: int
     """Steps whose samples both ledgers know."""
     samples_differ_at: int | None
@@ -81,6 +92,8 @@ class Comparison:
     rates_differ_at: int | None
     """First line with another learning rate than the other run's of the same step; None: all are the same."""
     losses: LossDifferences
+    reason: str = ""
+    """Why losses differ although all that is learnt and fed is the same, as far as the runs show it; empty: unknown."""
 
     @property
     def is_fed_the_same(self) -> bool:
@@ -114,7 +127,8 @@ class Comparison:
             return f"step {self.rates_differ_at} is the first with another learning rate"
         if not self.compared_steps:
             return "no ledger records which samples both runs were fed"
-        return f"all {self.compared_steps:,} steps that both took had the same samples and learning rates"
+        steps = f"all {self.compared_steps:,} steps" if self.compared_steps > 1 else "the one step"
+        return f"{steps} that both took had the same samples and learning rates"
 
     def _losses_verdict(self) -> str:
         found = self.losses
@@ -123,14 +137,10 @@ class Comparison:
         most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
         if found.first_beyond is None:
             return f"all losses up to step {found.up_to_step} are the same to {found.tolerance:g}: {most}"
-        if not found.are_same:
-            return f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
-        return (
-            f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}; from step "
-            f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
-            "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
-            "only cause; with train.dtype=float64, runs that are the same stay together"
-        )
+        text = f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
+        if found.are_same:
+            text = f"losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}, then drift apart: {most}"
+        return ". ".join(filter(None, (text, self.reason)))
 
 
 def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> Comparison:
@@ -139,7 +149,7 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
     own = (key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str))  # of a user's task
     not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.not_learnt(task))}
     digests, other_digests = _digests(one), _digests(other)
-    return Comparison(
+    found = Comparison(
         recipe=recipe,
         learnt=None if recipe is None else [key for key in recipe if key not in not_learnt],
         machines=_different(_machines(one), _machines(other)),
@@ -149,6 +159,22 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
         rates_differ_at=_first_difference(_learning_rates(one), _learning_rates(other)),
         losses=_loss_differences(one, other, tolerance=tolerance),
     )
+    is_explained = not found.learnt and found.is_fed_the_same and found.losses.first_beyond is not None
+    return replace(found, reason=_reason(one.about, other.about, found.losses)) if is_explained else found
+
+
+def _reason(one: Line, other: Line, losses: LossDifferences) -> str:
+    """Return why losses differ, by the run.json of both runs, or by how they begin to differ."""
+    layers = one.get("batch_norms", 0)
+    lead = {"micro_batch": f"{layers} batch normalization layers computed statistics per micro-batch, and "}
+    for key in ("mixed_precision", "tf32", *(["micro_batch"] if is_count(layers) and layers else [])):
+        first, second = text_of(one.get(key)), text_of(other.get(key))
+        if first != second:
+            return f"A known reason: {lead.get(key, '')}{key} is {first} in the first run and {second} in the second"
+    if losses.are_same:
+        return _DRIFT
+    start = f"Up to step {losses.rounding_up_to_step} the difference is at most {losses.rounding:.0e}. {_DRIFT}"
+    return start if losses.rounding_up_to_step >= _ROUNDING_STEPS else ""
 
 
 def _recipe(run: PastRun) -> dict[str, Any]:
@@ -173,6 +199,7 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) 
     # The first line decides, however many steps it covers.
     deciding = max(ends[0], before + DECIDING_STEPS) if common else 0
     last = ends[-1] if ends else 0
+    close = list(itertools.takewhile(lambda it: it[1] <= _ROUNDING, zip(ends, differences, strict=True)))
     return LossDifferences(
         compared_lines=len(common),
         up_to_step=last,
@@ -181,6 +208,8 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) 
         first_beyond=beyond,
         same_up_to_step=max((end for end in ends if beyond is None or end < beyond), default=0),
         deciding_up_to_step=max((end for end in ends if end <= deciding), default=0),
+        rounding=max((found for _, found in close), default=0.0),
+        rounding_up_to_step=close[-1][0] if close else 0,
         tolerance=allowed(last if beyond is None else beyond),
     )
 
@@ -235,13 +264,12 @@ def _machines(run: PastRun) -> dict[str, Any]:
 def _results(run: PastRun) -> dict[str, Any]:
     last, tested = (lines[-1] if lines else {} for lines in (run.metrics, run.evaluations))
     speed, seen = f"{run.unit}_per_s", f"{run.unit}_seen"
-    rates = [line[speed] for line in run.metrics if isinstance(line.get(speed), float)]
     return {
         "steps": last.get("step"),
         **scores(run, tested),
         **{quantity: last[quantity] for quantity in reversed(quantities([run])) if quantity in last},
         **({seen: last[seen]} if run.unit != run_folder.UNIT and seen in last else {}),
-        speed: statistics.median(rates) if rates else None,
+        speed: run.result.get(speed),
     }
 
 
@@ -256,14 +284,11 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pa
 
 def main(argv: list[str]) -> int:
     """Compare two runs from the command line; 0 only if they were the same run."""
-    parser = Parser(
-        prog="samerun compare",
-        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1).",
-    )
+    parser = Parser("compare", "Show what differs between two runs, and whether they are the same (exit code 0) or not (1).")
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--tolerance", type=tolerance, help="largest relative difference between losses in the first "
-                        f"{DECIDING_STEPS} steps of the same run (default: 1e-5 in the first 20 steps, then 1e-4)")  # fmt: skip
+    parser.add_argument("--tolerance", type=tolerance, metavar="NUMBER", help="largest relative difference of losses in the "
+        f"first {DECIDING_STEPS} steps of the same run (default: 1e-5 in the first 20 steps, then 1e-4)")  # fmt: skip
     options = parser.parse_all(argv)
     runs = [past_run.read(folder) for folder in options.runs]
     for complaint in [complaint for run in runs for complaint in run.complaints]:
@@ -282,20 +307,28 @@ def main(argv: list[str]) -> int:
 
 def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
     tables = {"recipe: what differs": found.recipe, "processes and versions: what differs": found.machines}
+    names = labels(runs)
     for title, pairs in (tables | {"results": found.results}).items():
         rows: list[Row] = []
         for key, pair in (pairs or {}).items():
-            values = ("none" if value is None else value for value in pair)
-            row = {"": key, **dict(zip(labels(runs), values, strict=True))}
-            rows.append({**row, "difference": _difference(*pair)} if title == "results" else row)
-        if rows:
+            if _ABSENT not in pair:
+                unknown = "unknown" if title == "results" else "null"
+                values = (unknown if value is None else text_of(value) for value in pair)
+                row = {"": key, **dict(zip(names, values, strict=True))}
+                rows.append({**row, "difference": _difference(*pair)} if title == "results" else row)
+        if pairs:
             print_text(title)
-            write(rows, "table")
+        if rows:
+            write(rows)
+        for name, missing in zip(names, (1, 0), strict=True):
+            if alone := [key for key, pair in (pairs or {}).items() if pair[missing] == _ABSENT]:
+                print_wrapped(f"only in {name}: {', '.join(alone)}")
     console(120).print(str(found), markup=False)
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Return the second number less the first, and its share of the first."""
+    """Return the second number less the first, and its share of the first where that says more."""
     if not all(isinstance(value, (int, float)) for value in (one, other)):
         return ""
-    return f"{other - one:+,.6g}" + (f" ({other / one - 1:+.2%})" if one else "")
+    by, share = other - one, other / one - 1 if one else 0.0
+    return (f"{by:+,.0f}" if 1e3 <= abs(by) < 1e9 else f"{by:+.3g}") + (f" ({share:+.2%})" if 1e-4 <= abs(share) < 10 else "")

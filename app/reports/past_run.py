@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import yaml
 
 from app.errors import RunFolderError, printable
-from app.files.text_files import Lines, is_count, is_finite
+from app.files.text_files import Lines, duration, is_count, is_finite
 from app.runs import ledger, run_folder
 from app.runs.run_folder import ProcessFailure
 
@@ -67,12 +68,16 @@ class PastRun:
     @property
     def monitor(self) -> tuple[str, str] | None:
         """The score that judges the run, without its split, and whether its best is `max` or `min`; None if not known."""
-        return run_folder.monitor(self.about)
+        match self.about.get("monitor"):
+            case [str(name), ("max" | "min") as best]:
+                return name, best
+        return None
 
     @property
     def unit(self) -> str:
         """Unit that the run counts, as in `tokens_per_s` and `tokens_seen`; samples if its task has no unit of its own."""
-        return run_folder.unit(self.about)
+        found = self.about.get("unit")
+        return found if isinstance(found, str) else run_folder.UNIT
 
     @property
     def starts(self) -> list[ledger.Start]:
@@ -84,6 +89,17 @@ class PastRun:
         """Samples of one epoch: the training data without its incomplete last global batch; None if not known."""
         size, batch = self.starts[-1].training_samples if self.starts else None, self.about.get("global_batch_size")
         return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
+
+    @property
+    def training_s(self) -> dict[int, float]:
+        """Seconds of training up to each logged step, over all starts, each of which counts its own from 0."""
+        found, whole_s, before = dict[int, float](), 0.0, (0, 0.0)
+        for line in self.metrics:
+            if is_finite(line.get("training_s")) and is_finite(line.get("time")):
+                start, own_s = sum(start.time <= line["time"] for start in self.starts), float(line["training_s"])
+                whole_s += own_s - (before[1] if start == before[0] else 0.0)
+                before, found[line["step"]] = (start, own_s), whole_s
+        return found
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +264,7 @@ class State:
     """State of a run."""
 
     word: str
-    """`finished`, `stopped`, `failed`, `running`, `silent` or `unknown`."""
+    """`finished`, `stopped`, `failed`, `starting`, `running`, `silent` or `unknown`."""
     sentence: str
     """Details, as a sentence without its full stop."""
     since: float | None
@@ -265,6 +281,9 @@ def state_of(run: PastRun, now: float) -> State:
     lines = [*run.metrics, *run.evaluations]
     known = [*(start.total_steps for start in run.starts[-1:]), run.outcome.get("total_steps"), run.result.get("steps")]
     since = max(_times([*lines, run.outcome]) + [event.time for event in [*run.events, run.failure] if event], default=None)
+    if since is None:
+        with suppress(KeyError, TypeError, ValueError, OverflowError):  # run.json comes before the first line
+            since = datetime.fromisoformat(run.about["started"]).timestamp()
     word, sentence, is_over = _judged(run, None if since is None else now - since)
     return State(
         word=word,
@@ -295,6 +314,8 @@ def _judged(run: PastRun, silent_s: float | None) -> tuple[str, str, bool]:
         return "stopped", f"after saving{because}{'; it is restarted automatically' if again else ''}", is_over
     if silent_s is None:
         return "unknown", "no line has a time", False
+    if silent_s <= PATIENCE_S and (isinstance(last_event, ledger.Start) or not (run.events or run.metrics)):
+        return "starting", f"for {duration(silent_s)}, no step is logged yet", False
     times = _times(run.metrics[-50:])
     gaps = [later - earlier for earlier, later in pairwise(times)]
     if silent_s <= max(PATIENCE_S, 10 * statistics.median(gaps or [0.0])):
@@ -304,17 +325,6 @@ def _judged(run: PastRun, silent_s: float | None) -> tuple[str, str, bool]:
 
 def _times(lines: Sequence[Any]) -> list[float]:
     return [line["time"] for line in lines if is_finite(line.get("time"))]
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in words of two units: `45 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0.0):.2g} s"
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= unit_s:
-            whole, rest = divmod(int(seconds), unit_s)
-            return f"{whole} {unit} {rest // part_s} {part}"
-    raise AssertionError(seconds)
 
 
 def moment(time_s: float) -> str:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
 
-from app.errors import RunFolderError, printable
+from app.errors import RunFolderError, UsageError, printable
+from app.files.text_files import duration
 from app.options import Parser
-from app.reports.past_run import PastRun, find, flat, last_scores, state_of, words
+from app.reports.past_run import PastRun, find, flat, last_scores, state_of, value_text, words
 
 Row = dict[str, Any]
-FORMATS = ("table", "json", "csv")
-_MOST_RECIPE_KEYS = 5
-"""Columns for recipe keys that differ; more make a table unreadable."""
+_NUMBER = re.compile(r"unknown|[-+]?\d[\d,]*(\.\d*)?(e[-+]?\d+)?( .*|%)?")
+"""A number, and what may follow it, such as its unit; or none that is known."""
+_BREAK = re.compile(r" |(?<=\.)")
+"""Where a heading can be broken: at a space, and after the section of a recipe key."""
 
 
 class SafeConsole(Console):
@@ -40,38 +46,58 @@ def console(width: int = 160) -> SafeConsole:
     return SafeConsole(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
+def print_wrapped(text: str) -> None:
+    """Write a text to stdout; a terminal's lines end between words."""
+    console().print(text, markup=False, soft_wrap=not sys.stdout.isatty())
+
+
 def main(argv: list[str]) -> int:
     """Print the table. Raises RunFolderError if there are no runs, and for a column that none has."""
-    parser = Parser(
-        prog="samerun runs",
-        description="List runs: their states, their scores, and the recipe keys in which they differ.",
-    )
+    parser = Parser("runs", "List runs: their states, their scores, and the recipe keys in which they differ.")
     parser.add_argument("folders", type=Path, nargs="*", default=[Path("runs")], metavar="RUN",
                         help="run folder, or a folder of run folders (default: runs)")  # fmt: skip
-    parser.add_argument("--sort", metavar="COLUMN", help="sort by this column, smallest first (--format csv shows the names)")
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by this column, smallest first")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="output format (default: table)")
+    parser.add_argument("--format", choices=("table", "json", "csv"), default="table", help="output format (default: table)")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
     options = parser.parse_all(argv)
     runs = find(options.folders)
     if not runs:
         raise RunFolderError(
-            f"there are no runs in {', '.join(map(str, options.folders))}: give run folders, or folders of run folders."
+            f"there are no runs in {', '.join(map(str, options.folders))}: give run folders, or folders of them."
         )
     rows = rows_of(runs, now=time.time())
-    if (key := options.sort) and key not in rows[0]:
-        raise RunFolderError(f"--sort {key}: the columns are {', '.join(rows[0])}.")
-    if key:  # rows without a value are last
+    by_heading = {name: key for key in rows[0] for name in (key, _heading(key))}
+    if options.sort and options.sort not in by_heading:
+        raise UsageError(f"--sort is {options.sort!r}: the columns are {', '.join(rows[0])}")
+    if key := by_heading.get(options.sort):  # rows without a value are last
         known = [row for row in rows if row[key] is not None]
         are_numbers = all(isinstance(row[key], (int, float)) for row in known)
         known.sort(key=lambda row: row[key] if are_numbers else str(row[key]), reverse=options.reverse)
         rows = known + [row for row in rows if row[key] is None]
-    write(rows, options.format)
+    if options.format == "table":
+        keys, losses = ([key for key in rows[0] if it in key] for it in (".", "_loss"))
+        optional = [*keys[:2:-1], "of", "step", *map(_heading, reversed(losses)), "started", *keys[2:0:-1], "task", "duration"]
+        write([{_heading(key): _cell(key, it) for key, it in row.items()} for row in rows], optional=optional)
+    else:
+        sys.stdout.write(json.dumps(rows) + "\n" if options.format == "json" else printable(as_csv(rows)))
     return 0
 
 
+def _heading(key: str) -> str:
+    return key if "." in key else words(key.removesuffix("_s"))
+
+
+def _cell(key: str, value: Any) -> Any:
+    if value is None or not key.startswith(("started", "duration_s", "validation_", "test_")):
+        return value
+    if key == "started":
+        return value[5:16].replace("T", " ")
+    return duration(value) if key == "duration_s" else value_text(key, value)
+
+
 def rows_of(runs: Sequence[PastRun], *, now: float) -> list[Row]:
-    """Return for each run its folder, state, steps done and wanted, the recipe keys that differ, and its main scores.
+    """Return for each run its folder, state, steps done and wanted, the recipe keys that differ, its times and main scores.
 
     A key that only runs of one task have is compared among these. `now` is in Unix seconds. Every row has every column; None:
     the run has no value.
@@ -87,6 +113,9 @@ def rows_of(runs: Sequence[PastRun], *, now: float) -> list[Row]:
         state = state_of(run, now)
         row = {"run": str(run.folder), "state": state.word, "step": state.step, "of": state.total_steps}
         row |= {key: recipe.get(key) for key in differ}
+        start_s = run.starts[0].time if run.starts else None
+        row["started"] = None if start_s is None else datetime.fromtimestamp(start_s).astimezone().isoformat(timespec="seconds")
+        row["duration_s"] = None if start_s is None or state.since is None else round(state.since - start_s, 1)
         rows.append(row | {key: own.get(key) for key in _keys(scores)})
     return rows
 
@@ -104,26 +133,33 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def write(rows: Sequence[Row], form: str) -> None:
-    """Print rows, which all have the same columns, in one of FORMATS."""
-    if form == "json":
-        sys.stdout.write(json.dumps(rows) + "\n")
-    elif form == "csv":
-        sys.stdout.write(printable(as_csv(rows)))
-    else:
-        table, hidden = Table(), [key for key in rows[0] if "." in key][_MOST_RECIPE_KEYS:]
-        shown = [key for key in rows[0] if key not in hidden]
-        for key in shown:
-            is_number = "." not in key and any(isinstance(row[key], (int, float)) for row in rows)
-            table.add_column(
-                escape(words(key) if is_number else key), justify="right" if is_number else "left", overflow="fold"
-            )
-        for row in rows:
-            table.add_row(*(escape(_text(row[key])) for key in shown))
-        console().print(table)
-        if hidden:
-            console().print(f"also different: {', '.join(hidden)} (--format csv has all)", markup=False)
+def write(rows: Sequence[Row], *, optional: Sequence[str] = ()) -> None:
+    """Print rows, which all have the same columns, as a table.
+
+    One that is wider than the terminal has no frame, and then loses the `optional` columns, in this order.
+    """
+    screen, cells = console(), {key: [text_of(row[key]) for row in rows] for key in rows[0]}
+    widths = {key: max(map(cell_len, [*_BREAK.split(key), *texts])) for key, texts in cells.items()}
+    is_framed = sum(widths.values()) + 3 * len(widths) < screen.width
+    hidden = []
+    for key in () if is_framed else optional:
+        if sum(widths.values()) + 2 * len(widths) - 2 > screen.width and widths.pop(key, None) is not None:
+            hidden.append(key)
+    table = Table(collapse_padding=not is_framed, pad_edge=is_framed, show_edge=is_framed,
+                  box=box.HEAVY_HEAD if is_framed else box.SIMPLE_HEAD)  # fmt: skip
+    for key in widths:
+        is_number = any(cells[key]) and all(_NUMBER.fullmatch(text) for text in cells[key] if text)
+        table.add_column(escape(_BREAK.sub("\n", key)), justify="right" if is_number else "left", overflow="fold",
+                         no_wrap=is_number, vertical="bottom")  # fmt: skip
+    for row in zip(*(cells[key] for key in widths), strict=True):
+        table.add_row(*map(escape, row))
+    screen.print(table)
+    if hidden:
+        print_wrapped(f"no room for: {', '.join(hidden)} (a wider terminal, or --json, shows them)")
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a value as a cell shows it: true, false and lists as in YAML, nothing for None."""
+    if isinstance(value, (bool, list, dict)):
+        return json.dumps(value)
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """`samerun scale`: measure how a recipe scales over presets, processes and nodes, by real runs.
 
-    samerun scale --recipe R --presets multi_gpu,fsdp2 --processes 1,2,4 --out DIR
-    samerun scale --recipe R --processes 4 --nodes 1,2     in an allocation of two nodes
+    samerun scale --recipe R --presets multi_gpu,fsdp2 --devices 1,2,4 --out DIR
+    samerun scale --recipe R --devices 4 --nodes 1,2     in an allocation of two nodes
 
 Each size runs once before any is repeated, so that other load on the machine affects all alike. The same command resumes:
 finished runs are reused; others start again from their first step, because a resumed run would include another warm-up.
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from app.environment import host
 from app.errors import RecipeError, RunFolderError, UsageError
-from app.options import Parser, names, numbers, positive
+from app.files.atomic_files import disk_errors
+from app.options import Parser, add_presets, add_recipe, numbers, positive
 from app.recipe import recipe_file
 from app.reports import past_run
-from app.reports.curves import write_figure
+from app.reports.curves import label_log_axis, write_figure
 from app.reports.past_run import print_text
 from app.reports.runs import as_csv, write
 from app.runs import run_folder
@@ -55,7 +56,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     """Run `samerun scale` with these arguments; return 0 if every case was measured. Raises SamerunError."""
     options = _parser().parse_all(argv)
     out = Path(options.out or f"scale-{Path(options.recipe).stem}")
-    most = max(options.processes)
+    most = max(options.devices)
     allocation = detect.find(environment) and detect.find(environment, processes_per_node=most)
     # On CPUs all sizes get the threads per process of the largest, or each process of a smaller one would have more cores.
     threads = allocation.topology.threads_per_process if allocation else None
@@ -68,13 +69,11 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     runnable = [case for _, case in planned if case.name not in reasons]
     if not runnable:
         raise UsageError("no case can run:\n" + "\n".join(dict.fromkeys(reasons.values())))
-    try:
+    with disk_errors(out, "written", RunFolderError):
         out.mkdir(parents=True, exist_ok=True)
         for case in runnable:
             if case.run_dir.exists() and not case.is_finished:
                 shutil.rmtree(case.run_dir)
-    except OSError as error:
-        raise RunFolderError(f"{out} (--out) cannot be written: {error.strerror}. Choose another folder.") from error
     stopped, failed = cases.run(runnable, environment, say=say, command=["samerun", "scale", *argv], logged=True)
     if stopped is not None:
         return stopped
@@ -84,9 +83,8 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
             ending = case.log.read_text(errors="replace").strip().rpartition("\n")[2]
             reasons[case.name] = f"exit code {failed[case.name]}: {ending} ({case.log})"
     unit, rows = _measured(planned, reasons, first=options.warm_up_steps, last=options.warm_up_steps + options.steps)
-    files = _write_results(
-        out, unit, rows, title=f"{Path(options.recipe).stem}: {'weak' if options.weak else 'strong'} scaling"
-    )
+    title = f"{Path(options.recipe).stem}: {'weak' if options.weak else 'strong'} scaling"
+    files = _write_results(out, unit, rows, title=title)
     print_text("\n".join(map(str, files)))
     missing = [row for row in rows if row["problems"]]
     for row in missing:
@@ -107,7 +105,7 @@ def _plan(options: argparse.Namespace, out: Path, *, each: str) -> list[tuple[Si
         raise RecipeError(f"{', '.join(given)} (command line): `samerun scale` sets this; use --steps and --warm-up-steps")
     batch = recipe_file.load(options.recipe, options.overrides).recipe.train.global_batch_size
     others = [word for word in options.overrides if word.partition("=")[0].strip() != "train.global_batch_size"]
-    sizes = [Size(*values) for values in itertools.product(options.presets, options.nodes, options.processes)]
+    sizes = [Size(*values) for values in itertools.product(options.presets, options.nodes, options.devices)]
     sizes.sort(key=lambda size: (options.presets.index(size.preset), size.devices, size.nodes))
     planned = []
     for repeat, size in itertools.product(range(1, options.repeats + 1), sizes):
@@ -130,8 +128,7 @@ def _rate(run_dir: Path, first: int, last: int) -> tuple[str, float]:
         return run.unit, float(seen / (end["training_s"] - begin["training_s"]))
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise RunFolderError(
-            f"{run_dir / run_folder.METRICS} is broken or lacks step {first} or {last} ({error!r}): delete the folder, and the "
-            "same command measures it again"
+            f"{run_dir / run_folder.METRICS} lacks step {first} or {last} ({error!r}): delete the folder to measure it again"
         ) from error
 
 
@@ -158,20 +155,19 @@ def _measured(
         base = next((other for other in rates if other.preset == size.preset and rates[other]), size)
         mean = statistics.fmean(values) if values else None
         speedup = mean / statistics.fmean(rates[base]) if mean else None
-        rows.append(
-            {
-                "preset": size.preset,
-                "nodes": size.nodes,
-                "processes_per_node": size.processes,
-                "devices": size.devices,
-                "runs": len(values),
-                f"{unit}_per_s": mean,
-                f"{unit}_per_s_deviation": statistics.stdev(values) if len(values) > 1 else None,
-                "speedup": speedup,
-                "efficiency": speedup * base.devices / size.devices if speedup else None,
-                "problems": "; ".join(dict.fromkeys(problems[size])),
-            }
-        )
+        row = {
+            "preset": size.preset,
+            "nodes": size.nodes,
+            "processes_per_node": size.processes,
+            "devices": size.devices,
+            "runs": len(values),
+            f"{unit}_per_s": mean,
+            f"{unit}_per_s_deviation": statistics.stdev(values) if len(values) > 1 else None,
+            "speedup": speedup,
+            "efficiency": speedup * base.devices / size.devices if speedup else None,
+            "problems": "; ".join(dict.fromkeys(problems[size])),
+        }
+        rows.append(row)
     return unit, rows
 
 
@@ -180,7 +176,7 @@ def _write_results(out: Path, unit: str, rows: Sequence[Mapping[str, Any]], *, t
     files = [out / "scaling.csv"]
     run_folder.write_text(files[0], as_csv(rows))
     if measured := [row for row in rows if row["runs"]]:
-        write([{key: value for key, value in row.items() if key != "problems"} for row in measured], "table")
+        write([{key: value for key, value in row.items() if key != "problems"} for row in measured])
         files += write_figure(_figure(measured, unit, title), out / "scaling")
     return files
 
@@ -190,7 +186,7 @@ def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
     from matplotlib.figure import Figure  # takes half a second, which the help does not need
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
-    throughput, efficiency = figure.subplots(1, 2)
+    throughput, efficiency = figure.subplots(1, 2, gridspec_kw={"wspace": 0.05})
     looks = itertools.cycle(["o-", "s--", "^-.", "D:"])
     for (name, group), look in zip(itertools.groupby(rows, key=lambda row: row["preset"]), looks, strict=False):
         points = list(group)
@@ -199,13 +195,19 @@ def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
         throughput.errorbar(devices, rates, yerr=deviations, capsize=3, fmt=look, label=name)
         throughput.plot(devices, [rates[0] * number / devices[0] for number in devices], color="0.7", zorder=1)
         efficiency.plot(devices, [row["efficiency"] for row in points], look, label=name)
-    throughput.set(ylabel=f"{unit}/s (grey: ideal)", yscale="log")
+        for row in points:
+            place = {"xytext": (6, 5), "textcoords": "offset points"}
+            efficiency.annotate(f"{row['speedup']:.2f}x", (row["devices"], row["efficiency"]), **place)
+    throughput.set(ylabel=f"{unit}/s (grey: ideal)")
+    label_log_axis(throughput, "{x:,.0f}")
     efficiency.axhline(1.0, color="0.7", zorder=1)
-    efficiency.set(ylabel="efficiency", ylim=(0, None))
+    most = max(1.0, *(row["efficiency"] for row in rows))
+    efficiency.set(ylabel="efficiency (at the points: speed-up)", ylim=(0, 1.15 * most))
     ticks = sorted({row["devices"] for row in rows})
     for axes in (throughput, efficiency):
-        axes.set(xlabel="devices", xscale="log")
+        axes.set(xlabel="devices", xscale="log", xlim=(ticks[0] / 1.25, ticks[-1] * 1.4))
         axes.set_xticks(ticks, [str(number) for number in ticks])
+        axes.minorticks_off()
         axes.grid(visible=True, color="0.9", linewidth=0.6)
         axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
@@ -213,24 +215,20 @@ def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun scale",
-        usage="%(prog)s [options] [key=value ...]",
-        description="Measure how a recipe scales: train it for some steps on every number of devices, several times; print "
-        "throughput, speed-up and efficiency, and write them as CSV and as a figure. The same command resumes.",
-    )
+    parser = Parser("scale", "Measure how a recipe scales: train it for some steps on every number of devices, several times; "
+        "print throughput, speed-up and efficiency, and write them as CSV and as a figure. The same command resumes.",
+        usage="%(prog)s [options] [key=value ...]")  # fmt: skip
     add = parser.add_argument
-    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    add("--presets", "--preset", "--config_file", type=names, default=["multi_gpu"],
-        help="presets, comma-separated (default: multi_gpu)")  # fmt: skip
-    add("--processes", type=numbers, default=[1, 2], help="numbers of devices per node, comma-separated (default: 1,2)")
-    add("--nodes", "--num_machines", type=numbers, default=[1],
-        help="numbers of nodes, comma-separated; more than 1 needs an allocation (default: 1)")  # fmt: skip
+    add_recipe(parser, "recipe values for all runs")
+    add_presets(parser)
+    add("--devices", type=numbers, default=[1, 2], metavar="N,...", help="numbers of devices per node (default: 1,2)")
+    add("--nodes", type=numbers, default=[1], metavar="N,...",
+        help="numbers of nodes; more than 1 needs an allocation (default: 1)")  # fmt: skip
+    parser.take_also("--nodes", "--num_machines")
     add("--weak", action="store_true", help="weak scaling: the recipe's global batch on each process (default: strong "
         "scaling, the recipe's global batch on every number of devices)")  # fmt: skip
-    add("--steps", type=positive, default=50, help="optimizer steps to measure (default: 50)")
+    add("--steps", type=positive, default=50, metavar="N", help="optimizer steps to measure (default: 50)")
     add("--warm-up-steps", type=positive, default=20, metavar="N", help="steps before them, not measured (default: 20)")
     add("--repeats", type=positive, default=3, metavar="N", help="runs of each size, interleaved (default: 3)")
-    add("--out", metavar="DIR", help="folder for the runs and the results (default: scale-<recipe>)")
-    add("overrides", nargs="*", metavar="key=value", help="recipe values for all runs")
+    add("--out", metavar="PATH", help="folder for the runs and the results (default: scale-<recipe>)")
     return parser

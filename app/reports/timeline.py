@@ -30,10 +30,7 @@ _BROKEN = (OSError, EOFError, zlib.error, ValueError, LookupError, ArithmeticErr
 
 def main(argv: Sequence[str]) -> int:
     """Write RUN/profile/timeline.json.gz; return the exit code. Raises RunFolderError if there is no profile."""
-    parser = Parser(
-        prog="samerun timeline",
-        description="Merge the profiler traces of all ranks into one timeline for ui.perfetto.dev or chrome://tracing.",
-    )
+    parser = Parser("timeline", "Merge the profiler traces of all ranks into one, for ui.perfetto.dev or chrome://tracing.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run trained with, for example, profile.steps=10:20")
     folder = parser.parse_all(argv).run / run_folder.PROFILE
     print_text("\n".join(merge(folder)))
@@ -46,9 +43,7 @@ def merge(folder: Path) -> list[str]:
     Raises RunFolderError if no trace can be read, or the timeline cannot be written.
     """
     if not (folder / "ranks.json").exists():
-        raise RunFolderError(
-            f"{folder.parent} has no profile (no {folder / 'ranks.json'}): train with profile.steps=10:20 to get one."
-        )
+        raise RunFolderError(f"{folder.parent} has no profile: train with profile.steps=10:20 to get one.")
     ranks = run_folder.read_json(folder / "ranks.json").get("ranks")
     lines, separator, error_ms = [], "", 0.0
     try:
@@ -88,9 +83,8 @@ def _events(number: int, rank: dict[str, Any], trace: dict[str, Any]) -> Iterato
         return unix_ns - int(rank["zero_ns"]) - ahead_ns
 
     events = [event for event in trace["traceEvents"] if isinstance(event["pid"], int)]  # others are about the profiler itself
-    names = {
-        (event["pid"], event["tid"], False): event["args"]["name"].strip() for event in events if event["name"] == "thread_name"
-    }
+    threads = [event for event in events if event["name"] == "thread_name"]
+    names = {(event["pid"], event["tid"], False): event["args"]["name"].strip() for event in threads}
     pid = number + 1  # to some viewers 0 is the idle process
     lanes: dict[Any, int] = {}
     ends: list[int] = []  # of the last collective in each lane of gloo's

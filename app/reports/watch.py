@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from app.errors import RunFolderError
-from app.files.text_files import is_finite
+from app.files.text_files import duration, is_finite
 from app.options import Parser
 from app.reports import past_run
-from app.reports.past_run import Line, PastRun, State, duration, moment, say, scores, state_of, value_text, words
+from app.reports.past_run import Line, PastRun, State, moment, say, scores, state_of, value_text, words
 from app.reports.runs import console
 from app.runs import ledger, run_folder
 
@@ -36,17 +36,19 @@ _RECENT_LINES = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow a run until it ends; return the exit code."""
-    parser = Parser(prog="samerun watch", description="Follow a run in the terminal, from the files in its folder.")
-    parser.add_argument("run", type=Path, help="run folder; it need not exist yet")
+    parser = Parser("watch", "Follow a run in the terminal, from the files in its folder.")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; it need not exist yet (default: the "
+        "newest in runs/)")  # fmt: skip
     parser.add_argument("--once", action="store_true", help="show the present state once and end")
     arguments = parser.parse_all(argv)
+    folder = arguments.run or run_folder.newest()
     run: PastRun | None = None
     is_waiting = False
     shown = console()
     with suppress(KeyboardInterrupt), Live(console=shown, auto_refresh=False) as live:
         while True:
             try:
-                run = past_run.read(arguments.run)
+                run = past_run.read(folder)
             except RunFolderError as error:
                 if run or arguments.once:
                     raise
@@ -78,7 +80,7 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
 
     def add_curve(lines: Sequence[Line], key: str, name: str, text: Callable[[float], str]) -> None:
         if values := [float(line[key]) for line in lines if is_finite(line.get(key))]:
-            add(name, f"{sparkline(values):{_WIDTH}}  {text(values[-1])}")
+            add(name, f"{sparkline(values) if len(values) > 1 else '':{_WIDTH}}  {text(values[-1])}")
 
     add("state", f"{state.word}: {state.sentence}")
     last, total = run.metrics[-1] if run.metrics else {}, state.total_steps
@@ -96,7 +98,7 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
         pace_s = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
         remaining_s = max(0.0, pace_s * (total - state.step))
         add("done in at most", f"{duration(remaining_s)}, at {moment(now + remaining_s)}")
-    add_curve(run.metrics, "loss", "loss", "{:.4f}".format)
+    add_curve(run.metrics, "loss", "loss", partial(value_text, "loss"))
     add_curve(run.metrics, f"{run.unit}_per_s", f"{run.unit}/s", "{:,.0f}".format)
     add_curve(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)
     for key in scores(run, run.evaluations[-1]) if run.evaluations else ():

@@ -67,10 +67,7 @@ class Claim:
         starts = self.place.parent
         later = [number for number in run_folder.start_numbers(starts) if number > int(self.place.name)]
         if not later:
-            return (
-                f"{self.path}, the run folder, or {self.place} in it, has been removed: this start ends and "
-                "writes nothing more."
-            )
+            return f"{self.path}, the run folder, or {self.place} in it, has been removed: this start ends."
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
             host = run_folder.last_start(self.path)["host"]

@@ -39,16 +39,15 @@ import json
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer
+from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer, short_traceback
 from app.files.atomic_files import disk_errors, file_made_whole, new_folder
-from app.files.text_files import Lines, is_count, is_finite, parsed
+from app.files.text_files import Lines, is_count, is_finite, opened, parsed
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
@@ -68,25 +67,8 @@ def predictions(split: str) -> str:
     return f"{split}_predictions"
 
 
-def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the score by which a run is judged, as its run.json (`about`) tells, and whether the best is its `max` or `min`.
-
-    None if it does not tell.
-    """
-    match about.get("monitor"):
-        case [str(name), ("max" | "min") as best]:
-            return name, best
-    return None
-
-
 UNIT = "samples"
 """What a run counts whose task has no unit of its own."""
-
-
-def unit(about: Mapping[str, Any]) -> str:
-    """Return what the loss of a run is the mean of, as its run.json (`about`) tells: samples, tokens, ..."""
-    found = about.get("unit")
-    return found if isinstance(found, str) else UNIT
 
 
 def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
@@ -97,10 +79,7 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
     path = Path(run_dir) if run_dir else Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         if run_dir and not may_exist and (path / RECIPE).exists():
-            raise RunFolderError(
-                f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, resume it with --resume auto, or "
-                "delete the folder."
-            )
+            raise RunFolderError(f"{path} holds a run already: choose another --run-dir, or resume it with --resume auto.")
         if run_dir:
             path.mkdir(parents=True, exist_ok=True)
             return path
@@ -122,20 +101,23 @@ def refuse_links(path: Path) -> None:
                 )
 
 
-def check_may_begin_again(path: Path) -> None:
-    """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
-    refuse_finished(path)
-    if (path / RECIPE).exists():
-        print(f"{path} has no checkpoint yet: the run starts from step 1", flush=True)  # noqa: T201 - the user must know
-
-
 def refuse_finished(path: Path) -> None:
     """Raise RunFolderError for a folder, without a checkpoint, of a run that was finished."""
     if (path / RESULT).exists():
-        raise RunFolderError(
-            f"{path} holds a finished run without a checkpoint, so there is nothing to resume from: choose another "
-            "--run-dir, or delete the folder."
-        )
+        raise RunFolderError(f"{path} holds a finished run without a checkpoint to resume from: choose another --run-dir.")
+
+
+def finished(run_dir: str | None, resume: str | None, recipe_digest: str) -> str | None:
+    """Return a sentence if `resume` would continue a run that its last attempt has finished with this recipe, else None."""
+    path = Path(run_dir or "")
+    with suppress(RunFolderError):
+        outcome = read_json(path / OUTCOME) if run_dir and resume == "auto" and (path / RESULT).exists() else {}
+        if outcome.get("outcome") == "finished" and read_json(path / RUN).get("recipe_digest") == recipe_digest:
+            return (
+                f"{path} is finished after step {outcome.get('step')} ({outcome.get('reason')}), and nothing was changed. "
+                f"To continue it, give more train.epochs or train.steps; to score it again: samerun evaluate {path}"
+            )
+    return None
 
 
 def last_steps(path: Path) -> dict[str, int]:
@@ -143,12 +125,12 @@ def last_steps(path: Path) -> dict[str, int]:
 
     Raises RunFolderError if one cannot be read.
     """
-    steps = {
-        name: max((values["step"] for *_, values in Lines(path / name) if is_count(values.get("step"))), default=None)
-        for name in (METRICS, EVALUATIONS)
-        if (path / name).exists()
-    }
-    return {name: last for name, last in steps.items() if last is not None}
+    found = {}
+    for name in (METRICS, EVALUATIONS):
+        lines = Lines(path / name) if (path / name).exists() else ()
+        if steps := [values["step"] for *_, values in lines if is_count(values.get("step"))]:
+            found[name] = max(steps)
+    return found
 
 
 def write_text(path: Path, text: str) -> None:
@@ -165,16 +147,24 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
     try:
-        values = parsed(path.read_bytes())
+        with opened(path) as file:
+            values = parsed(file.read())
     except FileNotFoundError:
-        raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise RunFolderError(f"{path} cannot be read: {error}.") from error
+        which = "run" if path.name == RUN else "finished run"
+        raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a {which}.") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not isinstance(values, dict):
         raise RunFolderError(f"{path} is broken: it holds {type(values).__name__}, not an object.")
     return values
+
+
+def newest(runs: Path = Path("runs")) -> Path:
+    """Return the run in a folder of runs, or of folders of runs, whose last start is the latest. Raises RunFolderError."""
+    files = [*runs.glob(f"*/{RUN}"), *runs.glob(f"*/*/{RUN}")]
+    if not files:
+        raise RunFolderError(f"there is no run in {runs}/: give the folder of a run.")
+    return max(files, key=lambda file: str(read_json(file).get("started"))).parent
 
 
 def start_numbers(starts: Path) -> list[int]:
@@ -200,6 +190,7 @@ class ProcessFailure:
     process: str = ""
     """Name of a process without a rank; empty for a node."""
     host: str = field(default_factory=socket.gethostname)
+    """Empty where it is not known."""
     time: float = field(default_factory=time.time)
     """When it failed, in Unix seconds."""
     error: str = ""
@@ -213,7 +204,7 @@ class ProcessFailure:
     def name(self) -> str:
         """`rank 1 on node2`, `accelerate launch on node2`, or `node2`."""
         process = self.process if self.rank is None else f"rank {self.rank}"
-        return f"{process} on {self.host}" if process else self.host
+        return " on ".join(filter(None, [process, self.host]))
 
     def __str__(self) -> str:
         """Return `rank 1 on node2 ended with exit code 3`."""
@@ -248,7 +239,8 @@ class Recorder:
         if isinstance(error, SamerunError):
             code = error.exit_code
         else:
-            frames, is_consequence = traceback.format_exc(), is_of_a_lost_peer(error)
+            frames, is_consequence = short_traceback(error), is_of_a_lost_peer(error)
+            text = ". ".join([text, *getattr(error, "__notes__", ())])
         failure = ProcessFailure(exit_code=code, rank=rank, error=text, traceback=frames, is_consequence=is_consequence)
         record_failure(self.folder, failure)
 

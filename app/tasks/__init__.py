@@ -16,6 +16,9 @@ module `task` the class `task`, which is made from them."""
 WITH_FOLDERS = ("causal_lm",)
 """Tasks with `export_files`: their model is a folder for another library. The export of all others needs no torch."""
 
+WITHOUT_PARTS = ("image_classification",)
+"""Tasks whose models tensor parallelism cannot split."""
+
 DEFAULT = "image_classification"
 """Default task if the recipe names none."""
 

@@ -58,7 +58,8 @@ def find(
             "Call `samerun launch` once, in the batch script or a shell of qsub -I"
         )
     slots = count_hosts(environment, read=read)
-    accelerators = _gpus_by_host(environment, processes_per_node, describe_job or qstat, device_folder)
+    describe_job = describe_job or qstat
+    accelerators = _gpus_by_host(environment, processes_per_node, describe_job, device_folder)
     job = hosts.topology(
         slots,
         slots_origin="PBS_NODEFILE",
@@ -66,7 +67,7 @@ def find(
         asked=processes_per_node,
         port=(port(job_id), f"PBS_JOBID={job_id}"),
     )
-    threads, threads_origin = _threads(environment, job.processes_per_node)
+    threads, threads_origin = _threads(environment, job.processes_per_node, describe_job)
     if threads is not None:
         job = hosts.with_threads(job, threads, threads_origin)
     return hosts.allocation(environment, f"PBS job {job_id}", job.on_first(nodes), starter="pbs_tmrsh")
@@ -117,14 +118,24 @@ def port(job_id: str) -> int:
     return port_of_job(int(numbers[1]), int(numbers[2] or numbers[3] or 0))
 
 
-def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[int | None, str]:
-    """Return the CPU threads of each process. PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, for any processes."""
+def _threads(
+    environment: Mapping[str, str], processes_per_node: int, describe_job: Callable[[str], str]
+) -> tuple[int | None, str]:
+    """Return the CPU threads of each process.
+
+    PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, for any processes, or both to the `ompthreads` that it requests.
+    """
     threads, cpus = environment.get("OMP_NUM_THREADS"), environment.get("NCPUS")
     if threads is not None and threads != cpus:
         return number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={threads}"
-    if cpus is not None:
-        return max(number(environment, "NCPUS") // processes_per_node, 1), f"NCPUS={cpus}, divided by the processes"
-    return None, ""
+    if cpus is None:
+        return None, ""
+    if processes_per_node > 1:
+        with suppress(NotDoneError):  # there is no qstat here
+            described = describe_job(environment["PBS_JOBID"])
+            if requested := re.search(r'"select":\s*"[^"]*\bompthreads=(\d+)', described):
+                return int(requested[1]), f"ompthreads={requested[1]} of qstat -f"
+    return max(number(environment, "NCPUS") // processes_per_node, 1), f"NCPUS={cpus}, divided by the processes"
 
 
 def _attributes(text: str, job_id: str) -> dict[str, Any]:
@@ -176,10 +187,7 @@ _OF_CHUNKS = {"mem", "mpiprocs", "ncpus", "ngpus", "nodect", "nodes", "ompthread
 
 
 def find_job(
-    environment: Mapping[str, str],
-    *,
-    describe_job: Callable[[str], str] = qstat,
-    qsub: Callable[..., str] = ask,
+    environment: Mapping[str, str], *, describe_job: Callable[[str], str] = qstat, qsub: Callable[..., str] = ask
 ) -> Job | None:
     """Return the PBS job that `environment` is part of, or None outside PBS.
 
@@ -205,10 +213,7 @@ def _times(job_id: str, describe_job: Callable[[str], str]) -> Times:
 
 
 def _resubmit(
-    environment: Mapping[str, str],
-    describe_job: Callable[[str], str],
-    qsub: Callable[..., str],
-    signals: Collection[int],
+    environment: Mapping[str, str], describe_job: Callable[[str], str], qsub: Callable[..., str], signals: Collection[int]
 ) -> str:
     job_id = environment["PBS_JOBID"]
     ends_s = _times(job_id, describe_job).ends_s

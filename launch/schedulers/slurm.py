@@ -21,6 +21,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -280,10 +281,8 @@ def _requeue(job_id: str, name: str, requeues: int, scontrol: Scontrol, _signals
         scontrol(["requeue", name])
     else:
         raise NotDoneError(f"Slurm was ending job {name}, for example after scancel")
-    try:
+    with suppress(NotDoneError):  # then it waits for 2 minutes
         scontrol(["update", f"JobId={name}", f"StartTime=now+{_HOLD_S}"])
-    except NotDoneError as error:
-        return f"{again}, 2 minutes from now at the earliest ({error})"
     return again
 
 

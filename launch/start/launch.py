@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import secrets
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,10 +26,12 @@ from pathlib import Path
 
 from app.environment import host
 from app.environment.topology import ERRORS, Topology
-from app.errors import STOPPED, HangError, SamerunError, TopologyError, TrainingError
+from app.errors import STOPPED, HangError, SamerunError, TrainingError, UsageError
 from app.files.text_files import parsed
 from app.options import Parser, above_zero
+from app.recipe import recipe_file
 from app.runs import run_folder
+from launch import preset
 from launch.node_command import accelerate_argv, one_process_argv
 from launch.run_module import program
 from launch.schedulers import detect
@@ -51,8 +53,13 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
             say(line)
         sys.stdout.writelines(resolved.dry_run())
         return 0
+    over = run_folder.finished(resolved.run_dir, resolved.resume, recipe_file.digest(resolved.loaded.recipe))
+    if over and "--print-recipe" not in resolved.passed_on:
+        say(over)
+        return 0
     if resolved.is_task:
-        return _run_task(_met(resolved, environment, say), environment, say)
+        met = _met(resolved.topology, options, environment, run_dir=resolved.run_dir, timeout_s=PATIENCE_S)
+        return _run_task(replace(resolved, topology=met), environment, say)
     is_new = resolved.run_dir is None or not Path(resolved.run_dir).exists()
     run_dir = run_folder.choose(resolved.run_dir, resolved.loaded.name, may_exist=True)
     resolved = replace(resolved, run_dir=resolved.run_dir or str(run_dir))
@@ -65,6 +72,54 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
             with suppress(OSError):
                 if is_new:
                     run_dir.rmdir()
+
+
+def resume(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun resume` with these arguments: `samerun launch` in a run's folder. Raises SamerunError."""
+    parser = Parser("resume", "Continue a run from its newest checkpoint by `samerun launch`, with its recipe, preset, "
+        "precision and trackers, and on one machine with as many processes as before; in a job, with those of the job. "
+        "Options and key=value after RUN replace these. To continue in another folder: `samerun launch --resume RUN`.",
+        usage="%(prog)s RUN [options of samerun launch] [key=value ...]")  # fmt: skip
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    folder, words = parser.parse_all(argv[:1]).run, argv[1:]
+    about, given = run_folder.read_json(folder / run_folder.RUN), {word.partition("=")[0] for word in words}
+    own, trackers = folder / run_folder.PRESET, folder / run_folder.TRACKERS
+    shipped = preset.SHIPPED / f"{about.get('preset')}.yaml"
+    found = {"--recipe": folder / run_folder.RECIPE, "--run-dir": folder, "--mixed-precision": about.get("mixed_precision")}
+    is_own = own.exists() and not (shipped.exists() and own.read_bytes() == shipped.read_bytes())
+    found["--preset"] = own if is_own else about.get("preset")
+    found["--trackers"] = ",".join(run_folder.read_json(trackers)) if trackers.exists() else "none"
+    if not any("processes" in word for word in given) and not detect.find(environment):
+        if (nodes := len({rank.split()[0] for rank in about.get("ranks", [])})) > 1:
+            raise UsageError(
+                f"{folder} ran on {nodes} nodes, and this is not within a job: submit it again with `samerun submit --nodes "
+                f"{nodes} --run-dir {folder} ...`, or give --processes N to continue it on this machine"
+            )
+        found |= {f"--{it.replace('_', '-')}": about.get(it) for it in ("tensor_parallel", "replicas")}
+        found["--processes"] = about.get("world_size")
+    start = [str(word) for pair in found.items() if pair[1] and pair[0] not in given for word in pair]
+    say(shlex.join(["samerun", "launch", *start, *words]))
+    if "--dry-run" not in given:  # of a run that was killed before it saw the file
+        (folder / run_folder.STOP).unlink(missing_ok=True)
+    return launch([*start, *words], environment, say=say)
+
+
+def stop(argv: list[str]) -> int:
+    """Run `samerun stop` with these arguments. Raises RunFolderError."""
+    parser = Parser("stop", "Make a run save a checkpoint and stop, on whatever machines it is, by the file RUN/STOP. The run "
+        "looks for it about once a second.")  # fmt: skip
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    run = parser.parse_all(argv).run
+    run_folder.read_json(run / run_folder.RUN)
+    outcome = run / run_folder.OUTCOME
+    ended = run_folder.read_json(outcome).get("outcome") if outcome.exists() else run_folder.newest_failure(run) and "failed"
+    if ended:
+        sys.stdout.write(f"{run} is not running: it {ended}\n")
+    else:
+        run_folder.write_text(run / run_folder.STOP, "")
+        again = shlex.join(["samerun", "resume", str(run)])
+        sys.stdout.write(f"{run / run_folder.STOP} is written: the run saves a checkpoint and stops. To continue it: {again}\n")
+    return 0
 
 
 def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
@@ -81,16 +136,15 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     return STOPPED if is_stopped and exit_code == 0 else exit_code
 
 
-def _met(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> Resolved:
-    """Return the same when its nodes have met: with another port, if a program is at the one made from the job's id."""
-    topology = resolved.topology
+def _met(
+    topology: Topology, options: argparse.Namespace, environment: Mapping[str, str], *, run_dir: str | None, timeout_s: float
+) -> Topology:
+    """Return the topology when its nodes have met: with another port, if a program is at the one made from the job's id."""
     if topology.num_nodes == 1:
-        return resolved
-    key = find_token(environment, resolved.run_dir, resolved.job.name if resolved.job else "")
-    port = meet(topology, key, only_port=resolved.options.port is not None)
-    if port != topology.port and topology.node_rank == 0:
-        say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run uses {port}")
-    return replace(resolved, topology=replace(topology, port=port))
+        return topology
+    job = detect.job(environment)
+    token = find_token(environment, run_dir, job.name if job else "")
+    return replace(topology, port=meet(topology, token, timeout_s=timeout_s, only_port=options.port is not None))
 
 
 @dataclass(frozen=True)
@@ -146,15 +200,19 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
     times = resolved.times(environment)
     if resolved.job and times.ends_s is None:
         say(f"the end of the job's time is unknown ({times.origin}), so the run cannot stop and save before it")
+    resume = resolved.resume_command() if resolved.job else ""
     exported = resolved.with_threads(times.added_to(environment)) | (new_token() if is_elsewhere else {})
     for restart in range(max_restarts + 1):
         attempt = replace(resolved, earlier_starts=resolved.earlier_starts + restart)
         mark = f"{secrets.token_hex(8)}-{attempt.earlier_starts}"
         file, errors = OutcomeFile(run_dir), run_dir.absolute() / run_folder.ERRORS / mark
         command = attempt.start_argv() if is_elsewhere else attempt.local_argv(exported)
-        ending = supervise.run(command, {**exported, ATTEMPT: mark, ERRORS: str(errors)}, errors=errors)
+        ending = supervise.run(command, {**exported, ATTEMPT: mark, ERRORS: str(errors)}, errors=errors, resume=resume)
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             host.kill_all_with(ATTEMPT, mark)
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if _may_restart(ending) and limit != resource.RLIM_INFINITY:
+            say(f"the address space is limited to {limit / 2**30:.1f} GiB, which may be the cause: try `ulimit -v unlimited`")
         if ending.is_out_of_memory:
             # The kernel kills for the host's memory, with GPUs too: offloading to it, or more devices in it, would not help.
             remedy = resolved.preset.sharding(resolved.degrees).what_to_change(
@@ -198,14 +256,21 @@ def _after_stop(resolved: Resolved, outcome: RunOutcome, ending: Ending, say: Ca
         else:
             say(f"the run {outcome}; {requeued}, {job.requeues + 1} of at most {max_requeues} times")
             return 0
-    by_hand = [] if resolved.options.run_dir else ["--run-dir", str(resolved.run_dir)]
-    say(f"the run {outcome}. {why_not}To resume it: {shlex.join(['samerun', 'launch', *by_hand, *resolved.argv])}")
+    say(f"the run {outcome}. {why_not}To resume it: {resolved.resume_command()}")
     return STOPPED
 
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
-    options = _doctor_parser().parse_all(argv)
+    parser = Parser("doctor", "Check this machine, or all nodes of the current Slurm or PBS job: connections between nodes, "
+        "devices and their arithmetic, versions, bandwidth of all-reduce. The exit code is 0 if nothing is wrong.")  # fmt: skip
+    add_processes(parser)
+    parser.add_argument("--run-dir", default="runs", metavar="PATH", help="for `srun samerun doctor`: folder that all nodes "
+        "can read, in which they find their token (default: runs)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; "
+        "a rank that takes longer is reported as stuck (default: 60)")  # fmt: skip
+    parser.take_accelerates_words()
+    options = parser.parse_all(argv)
     set_processes(options, environment)
     allocation = detect.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
     topology = allocation.topology if allocation else detect.this_machine(environment, processes=options.processes)
@@ -216,19 +281,8 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         command = [*start, *program("launch.cli"), "doctor", *added, *argv]
         say(shlex.join(command))
         os.execvpe(command[0], command, {**environment, **new_token()})  # noqa: S606 - a shell would stand between
-    if topology.num_nodes > 1:
-        signal.signal(signal.SIGTERM, _end_with_the_first)
-        job = detect.job(environment)
-        token = find_token(environment, options.run_dir, job.name if job else "")
-        try:
-            port = meet(topology, token, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
-        except TopologyError as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `_examine`
-            sys.stderr.write(f"WRONG {error}\n")
-            sys.stderr.flush()
-            time.sleep(1.0)  # srun ends the others immediately, and output that it has not read by then is lost
-            return 1
-        topology = replace(topology, port=port)
+    signal.signal(signal.SIGTERM, _end_with_the_first)
+    topology = _met(topology, options, environment, run_dir=options.run_dir, timeout_s=min(options.patience, PATIENCE_S))
     return _examine(topology, options, environment)
 
 
@@ -252,18 +306,3 @@ def _examine(topology: Topology, options: argparse.Namespace, environment: Mappi
         # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 1 if ended else int(exit_code_file.read_text())
-
-
-def _doctor_parser() -> Parser:
-    parser = Parser(
-        prog="samerun doctor",
-        description="Check this machine, or all nodes of the current Slurm or PBS job: connections between nodes, devices and "
-        "their arithmetic, versions, and the bandwidth of all-reduce. The exit code is 0 only if nothing is wrong.",
-    )
-    add_processes(parser)
-    parser.add_argument("--run-dir", default="runs", help="for `srun samerun doctor`: folder that all nodes can read, in which "
-        "they find their token (default: runs)")  # fmt: skip
-    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; "
-        "a rank that takes longer is reported as stuck (default: 60)")  # fmt: skip
-    parser.take_accelerates_words()
-    return parser

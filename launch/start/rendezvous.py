@@ -74,8 +74,7 @@ def find_token(environment: Mapping[str, str], run_dir: str | None, job: str) ->
     """
     if TOKEN in environment:
         if not re.fullmatch("[0-9a-f]{32}", environment[TOKEN]):
-            length = len(environment[TOKEN])
-            raise TopologyError(f"{TOKEN} has {length} characters: it must be 32 hexadecimal digits, 0-9 and a-f")
+            raise TopologyError(f"{TOKEN} is not 32 hexadecimal digits, 0-9 and a-f, as of `openssl rand -hex 16`")
         return Token(environment[TOKEN])
     if run_dir is None:
         raise TopologyError(
@@ -201,7 +200,7 @@ def _reach_head(topology: Topology, ports: Sequence[int], token: Token, timeout_
             with socket.create_connection((topology.head_address, port), _VISIT_S) as head, head.makefile("rb") as lines:
                 head.sendall(f"{token.secret} {topology.node_rank} {topology.num_nodes}\n".encode())
                 if lines.readline(_LINE_BYTES) != f"{_GREETING}\n".encode():
-                    raise ConnectionError("what listens there is not node 0, or does not know the key of this run")
+                    raise ConnectionError(f"what listens there is no node of a run with this {TOKEN}: give all nodes the same")
                 head.settimeout(timeout_s + _VISIT_S)  # node 0 may have begun to wait just now
                 verdict = lines.readline().decode(errors="replace").strip()
             if verdict == _COMPLETE:

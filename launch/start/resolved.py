@@ -7,15 +7,17 @@ import argparse
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from app import tasks
 from app.environment.launched import end_time_s
 from app.environment.topology import Degrees, Topology, listed
 from app.errors import CheckpointError, DataError, PresetError, RunFolderError, SamerunError, TopologyError, TrackerError
-from app.options import Parser, not_negative, positive, trackers
+from app.options import Parser, add_recipe, add_resume, add_training, not_negative, positive, trackers
 from app.options import parser as training_parser
 from app.recipe import optimizers
 from app.recipe.recipe_file import LoadedRecipe
@@ -96,6 +98,11 @@ class Resolved:
         added = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
         added += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
         return [*self.allocation.start, *program("launch.cli"), "launch", *added, *self.argv]
+
+    def resume_command(self) -> str:
+        """Return what a user types to resume the run."""
+        by_hand = [] if self.options.run_dir else ["--run-dir", str(self.run_dir)]
+        return shlex.join(["samerun", "launch", *by_hand, *self.argv])
 
     def command(self) -> list[str]:
         """Return the command of a whole run, here or on all nodes."""
@@ -190,7 +197,8 @@ def unwritable(folder: Path) -> str | None:
     """Return why a folder cannot be made or written, or None."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if re.search("[\udc80-\udcff]", str(folder.absolute())):
-        return f"--run-dir is {os.fsencode(folder)!r}, in {os.fsencode(Path.cwd())!r}, which is not UTF-8: choose another"
+        here, encoding = os.fsencode(Path.cwd()), sys.getfilesystemencoding().upper()
+        return f"--run-dir is {os.fsencode(folder)!r}, in {here!r}, which is not {encoding}: choose another or set PYTHONUTF8=1"
     if not nearest.is_dir():
         return f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -203,15 +211,15 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.N
 
     Raises UsageError for what is an option of neither.
     """
-    parser = _parser()
+    parser = _parser(with_training=not {"-h", "--help"}.isdisjoint(argv))  # for the help alone: they are passed on
     options, passed_on = parser.parse_known_args(argv)
-    parser.refuse_empty(options)
-    return options, passed_on, training_parser("samerun launch").parse_all(passed_on, also=parser.options())
+    words = ["--recipe", options.recipe, *passed_on]
+    return options, passed_on, training_parser("launch").parse_all(words, also=parser.options())
 
 
 def options() -> list[str]:
-    """Return the names of all options of `samerun launch` itself."""
-    return _parser().options()
+    """Return the names of all options of `samerun launch`, with those of the training."""
+    return [*_parser().options(), *training_parser().options()]
 
 
 def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
@@ -244,6 +252,9 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
         raise PresetError(refusal)
     degrees = chosen.degrees(topology, preset.requested_sizes(options))
+    if degrees.tensor_parallel > 1 and loaded.recipe.task in tasks.WITHOUT_PARTS:
+        task = loaded.recipe.task
+        raise PresetError(f"preset {chosen.name} cannot split the models of task {task}: use fsdp2, which shards any model")
     earlier_starts = job.requeues if job else 0
     if allocation and allocation.is_task and ATTEMPT in environment:
         earlier_starts = int(environment[ATTEMPT].rpartition("-")[2])
@@ -305,55 +316,49 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
 
 def add_run_options(parser: Parser) -> None:
     """Add the options that `samerun launch` and `samerun submit` have."""
-    parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
+    add_recipe(parser, None)
+    parser.add_argument("--preset", metavar="NAME|PATH", help="shipped preset, or Accelerate config file (default: multi_node "
                         "for several nodes, multi_gpu for several processes on one, else single_gpu, or cpu where there is "
                         "no accelerator)")  # fmt: skip
-    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    parser.add_argument("--run-dir", help="folder that the run writes to, or of an array, the folder of its run folders "
-        "(default: in a job runs/<recipe>-<job>, else runs/<recipe>-<time>)")  # fmt: skip
+    parser.add_argument("--run-dir", metavar="PATH", help="folder that the run writes to, or of an array, the folder "
+        "of its run folders (default: in a job runs/<recipe>-<job>, else runs/<recipe>-<time>)")  # fmt: skip
     parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="restart the run up to N times "
-        "after a crash, within the same job: a killed process, a hang, a lost connection (default: 0)"
-                        )  # fmt: skip
+        "after a crash, within the same job: a killed process, a hang, a lost connection (default: 0)")  # fmt: skip
     parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="requeue the job up to N times "
         "after its time limit or a preemption (default: 20)")  # fmt: skip
-    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighbouring processes "
-        "share each sample and split every large matrix (default: the preset's; in tensor_parallel all processes of a node)"
-                        )  # fmt: skip
+    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighboring processes "
+        "share each sample and split every large matrix (default: the preset's; in tensor_parallel all of a node)")  # fmt: skip
     parser.add_argument("--replicas", type=positive, metavar="N", help="hybrid sharding: N copies of the model, each sharded "
         "over equally many processes (default: the preset's; in hsdp one per node)")  # fmt: skip
 
 
 def add_processes(parser: Parser) -> None:
     """Add the options for the processes of this machine or of each node, and for the port."""
-    parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
+    parser.add_argument("--processes", type=int, metavar="N", help="processes on this machine (default: one per accelerator, "
+        "at least one)")  # fmt: skip
     parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
         "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
-    parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id; on "
-        "one node any free port)")  # fmt: skip
+    parser.add_argument("--port", type=int, metavar="N", help="TCP port of the rendezvous on node 0 (default: derived from the "
+        "job id; on one node any free port)")  # fmt: skip
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun launch",
-        usage="%(prog)s [options] [app.train options] [key=value ...]",
-        description="Train a recipe, on this machine or across all nodes of the current Slurm or PBS job: check it, print the "
-        "command that runs it, and run it.",
-        epilog="Other options and key=value are passed to app.train; `samerun train --help` lists them and all recipe keys. "
-        "Accelerate's spellings work too: --config_file, --num_processes (over all nodes), --num_machines, "
-        "--main_process_port, --mixed_precision, --parallelism_config_tp_size, --parallelism_config_dp_replicate_size.",
-    )
-    add_processes(parser)
-    parser.add_argument("--nodes", type=int, metavar="N", help="use only the first N nodes of the allocation (default: all)")
+def _parser(*, with_training: bool = False) -> Parser:
+    """Return the parser of the launcher's own options; its help also lists those of the training."""
+    parser = Parser("launch", "Train a recipe, on this machine or across all nodes of the current Slurm or PBS job: check it, "
+        "print the command that runs it, and run it. Recipe values are given as key=value after the options; `samerun recipes "
+        "--keys` lists the keys.", usage="%(prog)s [options] [key=value ...]",
+        epilog="Accelerate's spellings work too, with _ or -: --config_file, --num_processes (over all nodes), "
+        "--num_machines, --main_process_port, --mixed_precision, --parallelism_config_tp_size, "
+        "--parallelism_config_dp_replicate_size.")  # fmt: skip
     add_run_options(parser)
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="resume from a checkpoint. auto: from the newest in the "
-        "run folder, if there is one; PATH: a run folder or a checkpoint (default: auto, except where each start has a new "
-        "run folder)")  # fmt: skip
-    parser.add_argument(
-        "--mixed-precision",
-        choices=PRECISIONS,
-        help="overrides the preset's precision (no: fp32, the default of all shipped presets)",
-    )
+    add_resume(parser, default=None, when="auto, except where each start has a new run folder")
+    parser.add_argument("--mixed-precision", choices=PRECISIONS, help="precision instead of the preset's (no: float32, the "
+        "default of all shipped presets)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything, print every value with its origin and the "
         "command of every node, and stop")  # fmt: skip
+    add_processes(parser)
+    parser.add_argument("--nodes", type=int, metavar="N", help="use only the first N nodes of the allocation (default: all)")
     parser.take_accelerates_words()
+    if with_training:
+        add_training(parser.add_argument_group("options of the training, passed on to its processes"))
     return parser

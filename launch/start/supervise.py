@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -86,8 +87,9 @@ def _by_exit_code(command: Sequence[str], code: int, received: Collection[int]) 
         return ProcessFailure(exit_code=code, rank=0)
     if number not in map(int, signal.Signals):
         return None
-    if code > 0:
-        return ProcessFailure(exit_code=-number, process="a process")
+    if code > 0:  # of a process that a launcher or, on any host, a scheduler's command started
+        where = socket.gethostname() if ACCELERATE in command else ""
+        return ProcessFailure(exit_code=-number, process="a process", host=where)
     return ProcessFailure(exit_code=code, process="`accelerate launch`" if ACCELERATE in command else Path(command[0]).name)
 
 
@@ -113,8 +115,9 @@ class Ending:
 class _Command:
     """A command that runs, and the signals that this process gets meanwhile."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], resume: str) -> None:
         self.got: list[int] = []
+        self._resume = resume
         self._command, self._passed_on_s = command, -math.inf
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._started: subprocess.Popen[bytes] | None = None
@@ -137,7 +140,7 @@ class _Command:
             preexec_fn=end_with_parent if self._command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
         )
         for early in self.got:  # while it was being started
-            pass_on(self._command, self._started.pid, early)
+            self._pass_on(early)
         return self._started
 
     def end_all(self) -> None:
@@ -151,8 +154,11 @@ class _Command:
         if number == signal.SIGHUP:
             host.redirect_to_null(self._terminals)
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
-        if self._started is None or self._started.poll() is not None or is_echo:
-            return
+        if self._started is not None and self._started.poll() is None and not is_echo:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        assert self._started is not None
         if self.is_interrupted_twice and (ACCELERATE in self._command or _is_one_process(self._command)):
             self.end_all()
             return
@@ -160,6 +166,8 @@ class _Command:
         pass_on(self._command, self._started.pid, number)
         if self.got == [signal.SIGINT]:
             _tell("the run saves a checkpoint and stops; press Ctrl-C again to end it at once")
+        elif number == signal.SIGTERM and self._resume:  # the scheduler may end this process before the run has stopped
+            _tell(f"SIGTERM came: the run saves a checkpoint and stops. If the log ends here, resume it: {self._resume}")
 
 
 def run(
@@ -169,14 +177,15 @@ def run(
     errors: Path | None = None,
     ends_with_parent: bool = False,
     output: IO[bytes] | None = None,
+    resume: str = "",
 ) -> Ending:
     """Run the command to its end, and pass the signals on that this process gets.
 
     If it fails, nothing that it started is left on this machine. In `errors` its processes record how they fail.
     `ends_with_parent`: the run ends when the process that started this one does. `output` is the file for stdout and stderr;
-    None: this process's own.
+    None: this process's own. `resume` is the command that resumes the run, printed when a SIGTERM comes.
     """
-    running, kills, parent = _Command(command), host.kills(), os.getppid()
+    running, kills, parent = _Command(command, resume), host.kills(), os.getppid()
     started = running.start(environment, output)
     while True:
         try:

@@ -99,7 +99,7 @@ def test_the_average_is_the_default_and_raw_weights_can_be_exported(tmp_path: Pa
 def test_existing_files_are_replaced_only_with_force(tmp_path: Path) -> None:
     tensors = save_small(tmp_path, 2, averaged=False)
     (tmp_path / "model.json").write_text("mine")
-    with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it with --force"):
+    with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it by --force"):
         export.main([str(tmp_path), "--out", str(tmp_path)])
     assert not (tmp_path / "model.safetensors").exists()
     assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0

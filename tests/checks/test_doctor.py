@@ -75,8 +75,8 @@ def test_two_processes(tmp_path):
     assert "processes: 2, nodes: 1" in output
     ranks = re.findall(rf"\u2502 +(\d) \u2502 {socket.gethostname()} +\u2502 [\d.]+ +\u2502 cpu +\u2502", output)
     assert ranks == ["0", "1"]
-    figures = re.findall(r"\u2502 +(\d+) \u2502 +[\d.]+ \u2502 +[\d.]+ \u2502 +[\d.]+ \u2502 +(\d+) \u2502", output)
-    assert [(int(size), wrong) for size, wrong in figures] == [(2**16, "0"), (2**20, "0"), (2**24, "0")]
+    figures = re.findall(r"\u2502 +([\d.]+) \u2502 +[\d.]+ \u2502 +[\d.]+ \u2502 +[\d.]+ \u2502 +(\d+) \u2502", output)
+    assert figures == [("0.0625", "0"), ("1", "0"), ("16", "0")]
     assert re.search(r"^versions of rank 0: python 3\.\S+, samerun .* torch 2\.", output, re.MULTILINE)
     assert output.endswith("\nnothing is wrong\n")
     assert list(tmp_path.iterdir()) == []
@@ -170,7 +170,7 @@ def test_nodes_of_slurm(tmp_path):
         ended = lab.run(*command, env={"TMPDIR": str(folder)})
         if cut_off:
             lab.run("ip", "neigh", "del", address, "dev", "eth0", node="node2").check()
-        assert ended.returncode == (1 if cut_off else 0), ended.output
+        assert (ended.returncode != 0) == bool(cut_off), ended.output
         assert list(folder.iterdir()) == []
         assert "app/checks/doctor.py" not in ended.output, "a traceback of ours"
         return ended.output
@@ -185,4 +185,4 @@ def test_nodes_of_slurm(tmp_path):
         assert "WRONG node3: no connection with node2, for example 10.77.0.3, port " in output
         assert "sbatch --exclude=node3" in output
         assert "joining the process group" not in output
-        assert "WRONG node2 did not reach node 0 in 15 s (head_address is 'node1'" in examine(lab, "node1")
+        assert "TopologyError: node2 did not reach node 0 in 15 s (head_address is 'node1'" in examine(lab, "node1")

@@ -129,7 +129,7 @@ def test_a_difference_is_told_from_the_floor(
 def test_quick_finds_a_difference_between_ranks(tmp_path: Path, broken: str, sentence: str) -> None:
     (tmp_path / "table.py").write_text(TASK)
     (tmp_path / "r.yaml").write_text("task: table.py\ntrain: {global_batch_size: 16, steps: 6}\nlog: {every_steps: 1}\n")
-    words = ["--keep", str(tmp_path / "kept"), "--recipe", str(tmp_path / "r.yaml"), f"rule.broken={broken}"]
+    words = ["--out", str(tmp_path / "kept"), "--recipe", str(tmp_path / "r.yaml"), f"rule.broken={broken}"]
     finished = Started([sys.executable, "-m", "launch.cli", "parity", "--quick", *words]).wait()
     assert finished.returncode == (broken != "nothing"), finished.output
     assert sentence in finished.output

@@ -158,4 +158,4 @@ def test_damaged_files_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     table.write_bytes(table.read_bytes().replace(b"0 a.parquet", b"\xff\xff\xff\xffparquet"))
     for file in (deflated, table):
         said = refused(capsys, "tokenize", file, "--workers", "1", "--out", tmp_path / "tokens")
-        assert f"{file} cannot be read to its end (" in said
+        assert f"{file} cannot be read (" in said

@@ -10,7 +10,7 @@ import time
 import pytest
 from processes import captured
 
-from app.environment.launched import Launched, read, read_job
+from app.environment.launched import Launched, read, read_job, without_leftovers
 from app.errors import PresetError, SamerunError, TopologyError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -69,13 +69,15 @@ IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
     ({key: value for key, value in TORCHRUN.items() if key != "LOCAL_RANK"}, TopologyError, "but not LOCAL_RANK: "),
     (TORCHRUN | {"WORLD_SIZE": "two"}, TopologyError, "WORLD_SIZE is 'two'"),
     (TORCHRUN | {"RANK": "4"}, TopologyError, "RANK is 4 and WORLD_SIZE is 4"),
-    *(({"SAMERUN_END_TIME": value}, TopologyError, f"SAMERUN_END_TIME is '{value}': it must be the end of the allocation")
-      for value in ("1000000000", "01:00:00")),
+    ({"SAMERUN_END_TIME": "1000000000"}, TopologyError, "SAMERUN_END_TIME is 1000000000: it must be the end of the allocation"),
+    ({"SAMERUN_END_TIME": "01:00:00"}, TopologyError, "SAMERUN_END_TIME is '01:00:00': it must be a whole number"),
     (captured(SRUN) | DEEPSPEED, PresetError, r"srun started 4 processes, which can only run DDP.*deepspeed: use srun"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, PresetError, r"mixed_precision is fp8, .*no, bf16, fp16\. 8-bit numbers are not"),
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, PresetError, r"train\.max_micro_batch"),
     ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, PresetError, r"the preset's gradient_clipping is 0\.5: .*set optim\.clip_norm"),
     (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, PresetError, r"is true.*set train\.checkpoint_activations=blocks"),
+    ({"ACCELERATE_USE_FSDP": "true"}, PresetError, "fsdp_version is 1 .*run `unset ACCELERATE_USE_FSDP`"),
+    (FSDP2 | {"FSDP_VERSION": "1"}, PresetError, "fsdp_version is 1 .preset, or FSDP_VERSION of the shell"),
     (started(6, 3, tp_size=4), TopologyError, r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), which does not divide the 6 pro"),
     (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),
     (started(8, 4, dp_replicate_size=2, dp_shard_size=2), TopologyError, r"dp_shard_size is 2 \(\S+\), but 8 processes leave"),
@@ -91,8 +93,17 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], error: type[Same
         read(environment)
 
 
+def test_what_an_earlier_launcher_left_is_not_passed_on() -> None:
+    kept, lines = {"PATH": "/bin", "ACCELERATE_LOG_LEVEL": "debug", "SAMERUN_END_TIME": "1"}, []
+    left = FSDP2 | DEEPSPEED | {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    assert without_leftovers(kept | left, say=lines.append) == kept
+    assert len(lines) == 1
+    assert all(f"{name}={value}" in lines[0] for name, value in left.items())
+    assert without_leftovers(kept, say=pytest.fail) == kept
+
+
 def test_the_end_of_the_allocation_and_the_job_are_read() -> None:
-    end_time_s = time.time() + 3600
+    end_time_s = int(time.time()) + 3600
     assert read({"SAMERUN_END_TIME": str(end_time_s)}).end_time_s == end_time_s
     assert read_job({}) == {"job": None, "submitted": None, "allocated": None}
     variables = {"PBS_JOBID": "14[1].head", "SAMERUN_SUBMIT_TIME": "1700000000", "SAMERUN_START_TIME": "1700000060"}

@@ -6,6 +6,7 @@ The golden file holds what every captured rank becomes; after an intended change
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -120,18 +121,49 @@ def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
 # The script ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_starts_a_process_for_each_rank(tmp_path):
+BY_HAND = {"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": "mpirun --host node1:2,node2:2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("Open MPI", BY_HAND, "<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR>"),
+        ("Open MPI", {"PBS_NODEFILE": "nodes"}, "<--bind-to><none><--machinefile><nodes><-np><3>"),
+        ("Open MPI", BY_HAND | {"PBS_NODEFILE": "nodes"}, "<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR>"),
+        ("HYDRA", {"PBS_NODEFILE": "nodes"}, "<--bind-to><none><-np><2>"),  # which knows PBS
+    ],
+)
+def test_the_script_starts_a_process_for_each_rank(tmp_path, kind, given, words):
+    version = f'[ "$1" = --version ] && echo "mpirun ({kind}) 4.1.4" && exit\n'
     for name in ("mpirun", "python"):
         fake = tmp_path / name
-        fake.write_text('#!/bin/sh\n[ "$1" = -c ] && echo /run_module.py && exit\nprintf "<%s>" "$@"; exit 42\n')
+        fake.write_text(f'#!/bin/sh\n{version}[ "$1" = -c ] && echo /run_module.py && exit\nprintf "<%s>" "$@"; exit 42\n')
         fake.chmod(0o755)
+    (tmp_path / "nodes").write_text("n1\nn2\nn2\n")
     command = [str(REPOSITORY / "launch" / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
-    given = {"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": "mpirun --host node1:2,node2:2"}
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **given}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    expected = f"<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR><{tmp_path}/python></run_module.py><app.train>"
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    expected = f"{words}<{tmp_path}/python></run_module.py><app.train>"
     assert result.stdout == f"{expected}<--resume><auto><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+def test_in_a_pbs_job_open_mpi_reaches_the_hosts_by_pbs_tmrsh(tmp_path):
+    """A real mpirun without PBS's library, and a stand-in of pbs_tmrsh, which starts no shell and hands nothing on."""
+    files = {
+        "pbs_tmrsh": 'shift; exec env -i HOME="$HOME" PATH=/bin:/usr/bin "$@"',
+        "python": '[ "$1" = -c ] && echo x && exit\necho "$OMPI_COMM_WORLD_RANK/$OMPI_COMM_WORLD_LOCAL_RANK $4"',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = {**as_root, "HOME": str(tmp_path), "PATH": f"{tmp_path}:/bin:/usr/bin", "PBS_NODEFILE": f"{tmp_path}/nodes"}
+    command = [str(REPOSITORY / "launch" / "mpirun.sh")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert sorted(result.stdout.splitlines()) == ["0/0 auto", "1/1 auto", "2/0 auto", "3/1 auto"], result.stderr
 
 
 if __name__ == "__main__":

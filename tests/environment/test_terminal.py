@@ -15,10 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import ONE_THREAD, REPOSITORY, clean_environment, read
+from processes import ONE_THREAD, REPOSITORY, clean_environment, read, unwritable
 
 from app.errors import STOPPED
-from app.loop import Display
 from launch.run_module import program
 
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
@@ -110,7 +109,8 @@ def test_ctrl_c_stops_a_run_which_may_take_its_time(terminal: Callable[..., Term
 def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     command = ["launch", "--preset", "multi_gpu", "--processes", "2", "--run-dir", str(tmp_path), *ENDLESS]
     shell = terminal(*program("launch.cli"), *command)
-    shell.wait_for("epoch 1: validation accuracy")
+    shell.wait_for("step 20, epoch 1: validation accuracy")
+    shell.wait_for(" left  epoch ")  # the line of progress, from a rank in a session of its own
     shell.press_ctrl_c()
     shell.wait_for("press Ctrl-C again")
     shell.press_ctrl_c()
@@ -132,16 +132,14 @@ def test_a_lost_terminal_makes_a_run_save_and_stop(terminal: Callable[..., Termi
     assert list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_lines_for_a_terminal_that_is_gone_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses them before it has told any process."""
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        display = Display(total_steps=2, is_main=True, unit="samples")
-        os.close(ours)
-        with pytest.raises(OSError, match="Input/output error"):
-            print("a line", flush=True)
-        display.say("one line\nand another")
+@pytest.mark.parametrize("output", ["terminal", "pipe", "/dev/full"])
+def test_lines_that_cannot_be_written_end_no_run(output: str) -> None:
+    code = "from app.environment import host; host.guard_stdout(is_needed=False); print(1); print(2); raise SystemExit(7)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=unwritable(output), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (7, 1)
+    assert done.stderr.startswith("samerun: stdout cannot be written (")
 
 
 def test_after_nohup_a_run_goes_on(tmp_path: Path) -> None:

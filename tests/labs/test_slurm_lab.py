@@ -175,7 +175,7 @@ def test_a_clash_of_the_port_made_from_the_job_is_survived(lab: Lab, alone: list
         lab.run("scontrol", "release", job).check()
         over = lab.wait(job)
     assert over.state == "COMPLETED", over.output
-    assert f"is in use on node1: the run uses {port + 1}" in over.output
+    assert f"--main_process_port {port + 1}" in over.output
     assert_ran(tmp_path, ["node1", "node2"], alone, over.output)
 
 

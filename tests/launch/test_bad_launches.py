@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Started
+from processes import Started, python_path
 from refusals import Refused, put
 
 DRY = ["samerun", "launch", "--dry-run"]
@@ -22,11 +22,13 @@ PRESETS: dict[str, str] = {
     f"{DEEPSPEED}  zero_stage: 2\n  zero_stage: 3\n": "bad.yaml:4: zero_stage is given twice, in line 3",
     "distributed_type: !!python/name:os.system\n": "it is not YAML of plain values",
     "distributed_type: MULTIGPU\n": "distributed_type is 'MULTIGPU': did you mean MULTI_GPU?",
-    "distributed_type: MULTI_CPU\n": "distributed_type is MULTI_CPU: on one machine Accelerate starts only one process",
+    "distributed_type: MULTI_CPU\n": "distributed_type is 'MULTI_CPU': did you mean MULTI_GPU?",
     f"{MULTI}mixed_precision: no\n": "is false in YAML: write 'NO' or 'no'",
-    f"{MULTI}mixed_precision: fp8\n": "mixed_precision is 'fp8': it must be one of no, bf16, fp16",
+    "distributed_type: MEGATRON_LM\n": "bad.yaml:1: distributed_type is 'MEGATRON_LM': use one of NO, ",
+    "debug: false\n": "bad.yaml: distributed_type is missing: use one of NO, MULTI_GPU, DEEPSPEED, FSDP",
+    f"{MULTI}mixed_precision: fp8\n": "bad.yaml:2: mixed_precision is 'fp8': it must be one of no, bf16, fp16",
     "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n": "use_cpu is true: fp16 needs a GPU",
-    "distributed_type: 'NO'\nnum_processes: 2\n": "num_processes is 2: distributed_type NO starts 1 process; use MULTI_GPU",
+    "distributed_type: 'NO'\nnum_processes: 2\n": "starts 1 process, and this run has 2: processes_per_node is 2",
     f"{MULTI}num_machines: 2\n": "num_machines is 2, and this launch has 1: remove it from the file",
     f"{MULTI}num_processes: two\n": "num_processes is 'two': it must be a whole number, at least 1",
     f"{MULTI}main_process_ip: head\n": "main_process_ip is 'head': it belongs to the machine: remove it",
@@ -35,6 +37,7 @@ PRESETS: dict[str, str] = {
     f"{MULTI}mixed_precison: bf16\n": "mixed_precison: unknown or unsupported in a preset; did you mean mixed_precision?",
     f"{MULTI}fsdp_config: {{fsdp_version: 2}}\n": "fsdp_config: distributed_type is MULTI_GPU, so Accelerate would ignore it",
     "distributed_type: FSDP\n": "fsdp_version is 1: it must be 2",
+    f"{FSDP}\n  fsdp_version: 1\n": "bad.yaml:3: fsdp_version is 1: it must be 2",
     f"{FSDP}{{fsdp_version: 2, fsdp_activation_checkpointing: true}}\n": "with dropout its gradients are wrong",
     f"{SIZES}{{tp_size: 2}}\n": "tp_size is 2: unknown key of a preset, which Accelerate ignores",
     f"{SIZES}{{parallelism_config_tp_size: 0}}\n": "parallelism_config_tp_size is 0: it must be a whole number",
@@ -78,6 +81,7 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "--config_file deepspeed_zero": ("no preset or file of that name; did you mean deepspeed_zero", 4),
     "--preset cpu --processes 2": ("preset cpu starts 1 process, and this run has 2", 4),
     "--preset cpu --mixed-precision fp16": ("fp16 needs a GPU", 4),
+    "--preset tensor_parallel --processes 2": ("cannot split the models of task image_classification: use fsdp2", 4),
     "--processes -1": ("processes_per_node is -1 (--processes): it must be at least 1", 5),
     "--processes 7": ("train.global_batch_size is 64, which 7 processes cannot divide", 3),
     "--num_processes 2 --processes 3": ("on 1 nodes, and another option asks for 3 per node", 5),
@@ -171,7 +175,14 @@ def test_an_option_of_the_wrong_form(words: str, sentence: str, refused: Refused
     refused(["samerun", "submit", "--dry-run", *shlex.split(words)], sentence, 2)
 
 
-def test_a_process_of_its_own() -> None:
-    finished = Started([sys.executable, "-m", "launch.cli", "launch", "--lr", "0.1"]).wait()
-    assert (finished.returncode, len(finished.output.splitlines())) == (2, 1), finished.output
-    assert "samerun: UsageError: --lr: unknown option" in finished.output
+@pytest.mark.parametrize(
+    ("file", "words", "code", "sentence"),
+    [("mine.py", "--lr 0.1", 2, "samerun: UsageError: --lr: unknown option"),
+     ("yaml.py", "--dry-run", 2, "/yaml.py is imported in place of the library yaml (module 'yaml' has no attribute ")],
+)  # fmt: skip
+def test_a_process_of_its_own(file: str, words: str, code: int, sentence: str, tmp_path: Path) -> None:
+    put(tmp_path, file, "")
+    command = [sys.executable, "-m", "launch.cli", "launch", *words.split()]
+    finished = Started(command, env={"PYTHONPATH": python_path(tmp_path)}).wait()
+    assert (finished.returncode, len(finished.output.splitlines())) == (code, 1), finished.output
+    assert sentence in finished.output

@@ -6,6 +6,8 @@ The golden file holds the exact command for every preset; after an intended chan
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import subprocess
 import sys
@@ -14,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Started, placed
+from processes import Started, clean_environment, placed, unwritable
 
 from app.environment.topology import Topology
 from app.recipe import recipe_file
 from app.runs import run_folder
 from launch import cli, preset
 from launch.node_command import accelerate_argv
+from launch.run_module import program
 from launch.schedulers import detect, hosts
 
 ROOT = Path(cli.__file__).parent.parent
@@ -74,6 +77,17 @@ def dry_run(capsys, *arguments):
     code = cli.main(["launch", "--dry-run", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def test_a_finished_run_is_not_started_again(capsys, tmp_path):
+    digest = recipe_file.digest(recipe_file.load("digits", []).recipe)
+    files = {"outcome": {"outcome": "finished", "reason": "all", "step": 9}, "run": {"recipe_digest": digest}, "result": {}}
+    for name, values in files.items():
+        run_folder.write_json(tmp_path / f"{name}.json", values)
+    assert cli.main(["launch", "--preset", "cpu", "--run-dir", str(tmp_path)]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"samerun: {tmp_path} is finished after step 9 (all), and nothing was changed. To continue it, ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outcome.json", "result.json", "run.json"]
 
 
 def test_a_dry_run_prints_the_command_and_passes_the_rest_on(capsys):
@@ -138,7 +152,7 @@ LAUNCH = ROOT / "launch"
     [
         ("recipes", recipe_file.names(), recipe_file.SHIPPED, ".yaml"),
         ("presets", preset.names(), preset.SHIPPED, ".yaml"),
-        ("script", sorted(path.name for pattern in ("*.sh", "*.pbs") for path in LAUNCH.glob(pattern)), LAUNCH, ""),
+        ("scripts", sorted(path.name for pattern in ("*.sh", "*.pbs") for path in LAUNCH.glob(pattern)), LAUNCH, ""),
     ],
 )
 def test_each_file_is_listed_and_printed(command: str, names: list[str], folder: Path, ending: str, capsys) -> None:
@@ -151,9 +165,79 @@ def test_each_file_is_listed_and_printed(command: str, names: list[str], folder:
     assert f"`samerun {command}` lists all" in capsys.readouterr().err
 
 
-def test_the_version_is_that_of_the_package(capsys) -> None:
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_the_version_is_that_of_the_package(word: str, capsys) -> None:
+    assert cli.main([word]) == 0
     assert capsys.readouterr().out == f"samerun {version('samerun')}\n"
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], ("samerun COMMAND", "resume ")),
+    (["launch"], ("samerun launch", "--preset NAME|PATH", "--hang-timeout SECONDS", "passed on to its processes")),
+    (["train"], ("samerun train", "--resume [auto|never|PATH]")),
+])  # fmt: skip
+def test_the_help_of_a_command_fits_the_terminal(arguments, words, capsys, monkeypatch) -> None:
+    for columns in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit):
+            cli.main(["help", *arguments])
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in words)
+        assert max(map(len, shown.splitlines())) <= min(columns, 96)
+
+
+def test_recipe_keys_are_those_of_all_tasks_or_of_one(capsys) -> None:
+    cli.main(["recipes", "--keys"])
+    every = capsys.readouterr().out
+    assert every.count("\n  optim.lr=") == 1  # of both tasks, with the same meaning
+    assert every.count("\n  data.path=") == 2
+    cli.main(["recipes", "lm_tiny", "--keys", "LoRA"])
+    some = capsys.readouterr().out
+    assert set(re.findall(r"^  (\S+)=", some, re.MULTILINE)) >= {"model.lora_rank", "model.lora_alpha"}
+    assert "optim.lr=" not in some
+    assert "null: no adapters" in " ".join(some.split())
+
+
+@pytest.mark.parametrize(("output", "code", "said"), [
+    ("pipe", 141, ""),
+    ("/dev/full", 1, "samerun: stdout cannot be written: No space left on device\n"),
+])  # fmt: skip
+def test_a_stdout_that_cannot_be_written_ends_a_command(output: str, code: int, said: str) -> None:
+    done = subprocess.run([*program("launch.cli"), "recipes"], stdout=unwritable(output), stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr.decode()) == (code, said)
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    environment = {**clean_environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*program("launch.cli"), "new", "größe"], env=environment, cwd=tmp_path, capture_output=True, check=True
+    )
+    assert done.stdout.startswith(b"gr\\xf6\\xdfe: task.py")
+
+
+def test_a_run_is_stopped_and_resumed_by_its_folder(capsys, tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    about = {"recipe": "digits", "preset": "fsdp2", "world_size": 2, "ranks": ["here 0", "here 1"], "mixed_precision": "bf16"}
+    run_folder.write_json(run / "run.json", about)
+    (run / "recipe.yaml").write_text(recipe_file.to_yaml(recipe_file.load("digits", ["seed=7"]).recipe))
+    assert recipe_file.load(str(run / "recipe.yaml")).name == "digits"
+    for more, processes in ([], "2"), (["--processes", "4"], "4"):
+        assert cli.main(["resume", str(run), *more, "train.epochs=3", "--dry-run"]) == 0
+        command = shlex.split(capsys.readouterr().out)
+        options = dict(itertools.pairwise(command))
+        assert (options["--num_processes"], options["--mixed_precision"], options["--resume"]) == (processes, "bf16", "auto")
+        assert (options["--recipe"], options["--run-dir"]) == (str(run / "recipe.yaml"), str(run))
+        assert command[-3:] == ["--trackers", "none", "train.epochs=3"]
+    run_folder.write_json(run / "run.json", about | {"ranks": ["here 0", "there 0"]})
+    assert cli.main(["resume", str(run)]) == 2
+    assert "ran on 2 nodes, and this is not within a job: submit it again" in capsys.readouterr().err
+    assert cli.main(["stop", str(run)]) == 0
+    assert capsys.readouterr().out.endswith(f"To continue it: samerun resume {shlex.quote(str(run))}\n")
+    assert (run / "STOP").exists()
+    run_folder.write_json(run / "outcome.json", {"outcome": "finished"})
+    assert cli.main(["stop", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run} is not running: it finished\n"
 
 
 HELPS = """import sys

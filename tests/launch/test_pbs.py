@@ -161,15 +161,18 @@ def test_an_environment_that_cannot_be_is_refused(job, words):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "select", "expected"),
     [
-        ({"NCPUS": "8", "OMP_NUM_THREADS": "8"}, (4, "NCPUS=8, divided by the processes")),
-        ({"NCPUS": "8", "OMP_NUM_THREADS": "3"}, (3, "OMP_NUM_THREADS=3")),
-        ({}, (None, None)),
+        ({"NCPUS": "8", "OMP_NUM_THREADS": "8"}, "2:ncpus=8", (4, "NCPUS=8, divided by the processes")),
+        ({"NCPUS": "2", "OMP_NUM_THREADS": "2"}, "2:ncpus=4:mpiprocs=2:ompthreads=2", (2, "ompthreads=2 of qstat -f")),
+        ({"NCPUS": "8", "OMP_NUM_THREADS": "3"}, "2:ncpus=8", (3, "OMP_NUM_THREADS=3")),
+        ({}, "2:ncpus=8", (None, None)),
     ],
 )
-def test_threads_of_a_process(said, expected):
-    topology = pbs.find(JOB | said, read=lambda path: "a\na\nb\nb\n", device_folder=NO_DEVICES).topology
+def test_threads_of_a_process(said, select, expected):
+    text = json.dumps({"Jobs": {"7.head": {"Resource_List": {"select": select}}}}, indent=4)
+    options = {"device_folder": NO_DEVICES, "describe_job": lambda job_id: text}
+    topology = pbs.find(JOB | said, read=lambda path: "a\na\nb\nb\n", **options).topology
     assert (topology.threads_per_process, topology.origins.get("threads_per_process")) == expected
 
 

@@ -72,6 +72,15 @@ def test_nodes_that_do_not_come_are_named_everywhere():
         assert re.match(r"b, d did not reach .* or exclude it \(under Slurm: --exclude=b,d\)$", sentence)
 
 
+def test_a_node_with_another_key_is_named_on_both_sides():
+    said = Meeting(2, timeout_s=1)
+    said.start(0)
+    said.token = Token("1" * 32)
+    sentences = said.hold(1)
+    assert sentences[0].startswith("b did not reach node 0 in 1 s")
+    assert f"what listens there is no node of a run with this {TOKEN}: give all nodes the same" in sentences[1]
+
+
 # Strangers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +141,7 @@ def test_the_launchers_key_goes_before_and_is_another_each_time():
 
 @pytest.mark.parametrize(
     ("environment", "words"),
-    [({}, "the same --run-dir, .* or the same SAMERUN_MEETING_KEY"), ({TOKEN: "secret"}, "has 6 characters: it must be 32")],
+    [({}, "the same --run-dir, .* or the same SAMERUN_MEETING_KEY"), ({TOKEN: "secret"}, "is not 32 hexadecimal digits")],
 )
 def test_no_key_is_one_sentence(environment, words):
     with pytest.raises(TopologyError, match=words):

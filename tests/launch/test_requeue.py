@@ -70,7 +70,7 @@ def test_what_slurm_refuses_is_reported():
     with pytest.raises(NotDoneError, match="presently disabled"):
         slurm.find_job(BATCH, scontrol=Scontrol(RUNNING, refuses="requeue")).requeue([])
     scontrol = Scontrol(RUNNING, refuses="update")
-    assert "2 minutes from now" in slurm.find_job(BATCH, scontrol=scontrol).requeue([])
+    assert "Slurm requeues job 25" in slurm.find_job(BATCH, scontrol=scontrol).requeue([])
     assert scontrol.requests == ["requeue 25"]
 
 

@@ -23,7 +23,7 @@ import os, sys
 from app.environment.launched import errors_folder
 from launch.start import supervise
 errors = errors_folder(os.environ)
-sys.exit(supervise.run(sys.argv[1:], os.environ, errors=errors).exit_code)
+sys.exit(supervise.run(sys.argv[1:], os.environ, errors=errors, resume="samerun launch").exit_code)
 """
 
 
@@ -40,7 +40,7 @@ def ended(*command: str, **variables: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
 def test_signals_are_the_commands_and_arrive_once(number):
     """Also those that a terminal sends to the whole group: the command is in a session of its own."""
     name = number.name.removeprefix("SIG")
@@ -48,8 +48,10 @@ def test_signals_are_the_commands_and_arrive_once(number):
     process = start("bash", "-c", f"trap 'came=1; echo {name}' {name}; echo up; {wait}")
     assert process.stdout.readline() == "up\n"
     process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=20)
     assert (out, process.returncode) == (f"{name}\n", 3)
+    stopping = "samerun: SIGTERM came: the run saves a checkpoint and stops. If the log ends here, resume it: samerun launch\n"
+    assert err == (stopping if number == signal.SIGTERM else "")
 
 
 # What app.train does with an error, in a process of a group.
@@ -121,11 +123,12 @@ def test_one_process_is_as_many_are(tmp_path: Path, alone: bool) -> None:
     """By itself, Accelerate's launcher of one process ends with 1 whatever that did, and a traceback."""
     code, lines, found = failing(tmp_path, BROKEN, "cpu", alone=alone)
     text = ["RecipeError: no such key", "  train.step: did you mean train.steps?"]
+    own = [f"samerun: {text[0]}", text[1]]
     repeated = [
         "samerun: rank 0 on here ended with exit code 3, and the run with it:",
         *(f"[rank 0 on here] {line}" for line in text),
     ]
-    assert (code, lines) == (3, text if alone else [*text, *repeated])
+    assert (code, lines) == (3, own if alone else [*own, *repeated])
     assert found is not None
     assert as_shells_say(found.exit_code) == 3
 
@@ -137,6 +140,11 @@ def test_the_failure_that_a_node_recorded_comes_last(tmp_path: Path) -> None:
     last = ("samerun: node1 ended with exit code 5, and the run with it:", "[node1] TopologyError: port is 23456",
             "[node1] (--port) is in use")  # fmt: skip
     assert ended("sh", "-c", "exit 143", SAMERUN_ERRORS=str(errors)) == (5, "", "".join(f"{line}\n" for line in last))
+
+
+def test_a_starter_that_another_host_ended_is_not_named(tmp_path: Path) -> None:
+    sentence = "samerun: a process was ended by SIGKILL, for example for lack of memory, and the run with it\n"
+    assert ended("sh", "-c", "exit 137", SAMERUN_ERRORS=str(tmp_path / "start")) == (137, "", sentence)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SMALL = ("--processes", "1", "--trackers", "none", "train.steps=600", "log.every
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("optim.lr=1e-3", "no key has several values: give one, such as optim.lr=1e-3,3e-3"),
+        ("optim.lr=1e-3", "no key has several values in 'optim.lr=1e-3': separate values by commas"),
         ("seed=1,2 seed=3", "seed is given by the sweep and by seed=...: remove one of them"),
         ("seed=1,2 --no-such-option", "--no-such-option: unknown option"),
         ("optim.lr=1e-3,-3e-3 seed=1,x train.epochs=x --preset cpu",

@@ -73,7 +73,7 @@ def test_no_module_of_the_launcher_hides_one_of_python() -> None:
 @pytest.mark.multiproc
 def test_the_job_scripts_of_a_wheel_train(installed: Path, folder: Path) -> None:
     for name in ("local.sh", "multinode.sh", "multinode.pbs", "mpirun.sh"):
-        printed = run_installed(installed, ["samerun", "script", name], folder).check().output
+        printed = run_installed(installed, ["samerun", "scripts", name], folder).check().output
         assert printed == (REPOSITORY / "launch" / name).read_text()
         (folder / name).write_text(printed)
     run_installed(installed, ["sh", "local.sh", "--preset", "cpu", *TWO_STEPS], folder).check()

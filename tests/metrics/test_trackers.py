@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Continued:
     env = {"HOME": str(folder), "WANDB_API_KEY": "", "TRACKIO_DIR": str(folder / "trackio")}
     run_dir, recipe = folder / "run", ("--trackers", ",".join(["tensorboard", *filter(installed, SERVICES)]), *RECIPE)
     said = train("cpu", run_dir, *recipe, "train.steps=24", env=env).check().output
-    pictures = shown(run_dir).Images("augmented_batch")
+    pictures = shown(run_dir).Images("samples/augmented_batch")
     shutil.rmtree(step_folders.path_of(run_dir, 24))  # as a kill would have lost it
     train("multi_gpu", run_dir, "--resume", "auto", *recipe, "train.steps=30", processes=2, env=env).check()
     return Continued(run_dir, said, pictures)
@@ -79,17 +79,27 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
     curves = evaluations | metrics  # where a line was evaluated is said in evaluations.jsonl alone
     found = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
     assert {name for name, curve in found.items() if curve} == {tag(name) for name in curves}
-    assert {"train/loss", "validation/accuracy", "test/accuracy", "time/samples_per_s", "time/memory_bytes"} <= set(found)
+    assert {
+        "loss/train",
+        "loss/validation",
+        "validation/accuracy",
+        "test/accuracy",
+        "time/samples_per_s",
+        "time/memory_bytes",
+    } <= set(found)
     for name, curve in curves.items():
         assert found[tag(name)] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve], name
 
-    pictures = board.Images("augmented_batch")
+    pictures = board.Images("samples/augmented_batch")
     assert [picture.step for picture in pictures] == [picture.step for picture in run.pictures] == [1, 21]
     for picture, other in zip(pictures, run.pictures, strict=True):
         assert picture.encoded_image_string == other.encoded_image_string, "one process and two give the same pictures"
 
     page = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"adamw" in page
+    charts = board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"loss/train" in charts
+    assert b"loss/validation" in charts
 
 
 @pytest.mark.skipif(not installed("wandb"), reason="needs wandb")
@@ -146,5 +156,5 @@ def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_pat
     assert said.count("the tracker tensorboard is switched off, because it failed (RunFolderError: ") == 1
     assert "cannot be written: File too large" in said
     trackers.finish()
-    assert [event.step for event in shown(tmp_path).Scalars("train/loss")] == [1]
+    assert [event.step for event in shown(tmp_path).Scalars("loss/train")] == [1]
     assert capsys.readouterr().out == ""

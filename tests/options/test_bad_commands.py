@@ -42,14 +42,29 @@ def test_options_that_there_are_not(command: str, refused: Refused) -> None:
 
 
 WORDS: dict[str, tuple[str, int]] = {
-    "lauch": ("lauch: unknown command; did you mean launch", 2),
+    "lauch": ("lauch: expected a command first, as in `samerun launch --recipe digits`; did you mean launch", 2),
     "doctor --processes 0": ("processes_per_node is 0 (--processes): it must be at least 1", 5),
     "parity train.steps=3": ("train.steps=3 (command line): the comparison sets this; use --steps", 3),
     "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
-    "parity --keep folder": ("--keep folder exists: choose a new folder", 2),
+    "parity --out folder": ("--out folder exists: choose a new folder", 2),
     "parity --processes 7": ("there is no case to compare with the reference", 3),
-    "scale --processes 7": ("no case can run:\ntrain.global_batch_size is 64, which 7 processes cannot divide", 2),
+    "scale --devices 7": ("no case can run:\ntrain.global_batch_size is 64, which 7 processes cannot divide", 2),
     "scale --nodes 2": ("--nodes is 2, but there is no scheduler's allocation here", 2),
+    "parity --keep folder": ("--keep: unknown option; it is now --out", 2),
+    "scale --processes 2": ("--processes: unknown option; give --devices, the number of all devices", 2),
+    "data check digits --processes 2": ("--processes: unknown option; it is now --workers", 2),
+    "--verison": ("as in `samerun launch --recipe digits`; did you mean --version?", 2),
+    "--recipe digits": ("--recipe: expected a command first, as in `samerun launch", 2),
+    "script": ("as in `samerun launch --recipe digits`; did you mean scripts?", 2),
+    "launch --resume train.epochs=3": ("--resume is train.epochs=3: no such folder; give auto, never, or the path of", 11),
+    "resume folder": ("folder/run.json is missing", 7),
+    "resume --processes 2 folder": ("RUN", 2),
+    "stop folder": ("folder/run.json is missing", 7),
+    "watch": ("there is no run in runs/", 7),
+    "curves": ("there is no run in runs/", 7),
+    "report --out page.html": ("there is no run in runs/", 7),
+    "recipes digit": ("digit: unknown recipe; did you mean digits?", 2),
+    "recipes --keys lrr": ("--keys lrr: no key has this in its name or meaning", 2),
     "parity --tolerance nan": ("'nan': expected", 2),
     "parity --processes 1,,2": ("'1,,2': expected", 2),
     "plan --device a100": ("a100-80 or a100-40", 2),
@@ -68,6 +83,25 @@ PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun report x --uot page.html": ("--uot: unknown option; did you mean --out?", 2),
     "samerun runs folder": ("there are no runs in", 7),
     "samerun launch --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=...", 2),
+    "samerun launch digits": ("'digits': expected an option or key=value; give --recipe digits", 2),
+    "samerun plan lm_tinny": ("'lm_tinny': expected an option or key=value; did you mean --recipe lm_tiny?", 2),
+    "samerun sweep my.yaml seed=1,2": ("'my.yaml': expected an option or key=value; give --recipe my.yaml", 2),
+    "samerun launch fsdp.yaml": ("'fsdp.yaml': expected an option or key=value; give --preset fsdp.yaml", 2),
+    "samerun launch optim.lr = 0.1": ("'optim.lr': expected an option or key=value; give optim.lr=...", 2),
+    "app.train task.py": ("write `task: task.py` into a recipe.yaml and give --recipe recipe.yaml; `samerun new DIR`", 2),
+    "samerun evaluate run digits": ("run/model.json is missing", 7),
+    "samerun launch --recipe lm_tiny --model x": ("key=value: model.architecture=... for random weights, or model.path=", 2),
+    "samerun launch --per_device_train_batch_size 8": ("key=value: train.global_batch_size=..., over all processes", 2),
+    "app.train --bf16": ("--bf16: unknown option; `samerun launch` has --mixed-precision bf16, fp16 or no", 2),
+    "samerun submit --nodes 1 --time 1:00:00 --fp16": ("--fp16: unknown option; give -- --mixed-precision bf16, fp16 or no", 2),
+    "samerun submit --nodes 1 --time 1:00:00 --resume x": ("--resume: unknown option; give -- --resume", 2),
+    "samerun plan --nodes 2": ("--nodes: unknown option; give --devices, the number of all devices", 2),
+    "samerun launch --project x": ("recipe values are given as key=value; `samerun launch --help` lists the options", 2),
+    "samerun launch --tf32": ("recipe values are given as key=value: train.tf32=true", 2),
+    "samerun launch --trackers none --trackers aim": ("--trackers: given twice (none and aim); give --trackers none,aim", 2),
+    "samerun launch --config_file cpu --preset hsdp": ("--preset: given twice (cpu and hsdp); keep one of them", 2),
+    "samerun sweep optim.lr=1e-3 3e-3": ("no key has several values in 'optim.lr=1e-3 3e-3': separate values by commas", 2),
+    "samerun presets fsdp": ("fsdp: unknown preset; did you mean fsdp2", 2),
     "samerun launch --tracker none": ("--tracker: unknown option; did you mean --trackers?", 2),
     "samerun verify x y": ("y: one argument too many", 2),
     "samerun evaluate x data.path=y train.steps=3": ("train.steps: it has no effect here", 2),
@@ -77,6 +111,7 @@ PROGRAMS: dict[str, tuple[str, int]] = {
 @pytest.mark.parametrize(("words", "expected"), PROGRAMS.items(), ids=PROGRAMS)
 def test_programs(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
     put(tmp_path, "folder", None)
+    put(tmp_path, "fsdp.yaml", "distributed_type: FSDP\n")
     refused(words.split(), *expected)
 
 
@@ -86,7 +121,7 @@ DATA: dict[str, tuple[str, int]] = {
     "inspect folder": ("folder contains no data of a known kind; give data.source=KIND", 6),
     "inspect pictures": ("a/1.png", 6),
     "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
-    "pack digits --to arrays --out file": ("file already exists, and pack replaces no files", 6),
+    "pack digits --to arrays --out file": ("file already exists, and no files are replaced", 6),
 }
 
 

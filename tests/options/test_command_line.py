@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from torchvision import models as zoo
 
-from app import options
+from app import options, tasks
 from app.errors import TrackerError
+from app.recipe import recipe_file
 from app.tasks.image_classification.sections import model_names
-from launch import cli
+from launch import cli, preset
+from launch.start import resolved
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
@@ -30,6 +35,27 @@ def test_the_trackers_are_those_of_the_library() -> None:
     assert options.trackers("tensorboard,none, tensorboard") == ["tensorboard"]
     with pytest.raises(TrackerError, match="--trackers has comet_ml, which is not installed here: pip install comet-ml"):
         options.trackers("comet_ml")
+
+
+def test_each_hint_for_a_name_of_another_program_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options are options of the command, or of `samerun launch`; its keys are those of the task, and take the values."""
+    for hint in recipe_file.ELSEWHERE:
+        for key, value in re.findall(r"([a-z]+\.\w+)=([\w.]+(?:,[\d.]+)*)?(?!\.)", hint):
+            task = next(it for it in ("digits", "finetune_lm") if key in recipe_file.kinds(recipe_file.load(it).recipe.task))
+            assert recipe_file.load(task, [f"{key}={value}"] if value.strip(".") else []), hint
+        for name in re.findall(r"--preset (\w+)", hint.replace("FILE", "cpu")):
+            assert preset.load(name)
+    everywhere = set(resolved.options())
+    for command in ("launch", "train", "submit", "plan", "sweep", "parity", "scale", "evaluate", "export", "report"):
+        with suppress(SystemExit):
+            cli.main([command, "--help"])
+        options = {*re.findall("--[a-z-]+", capsys.readouterr().out), *(everywhere if command in ("launch", "sweep") else ())}
+        for name, task in itertools.product({*" ".join(recipe_file.ELSEWHERE.values()).split()}, tasks.SHIPPED):
+            hint = recipe_file.meant(name, task, options)
+            allowed = everywhere if hint.startswith("`samerun launch` has") else options
+            assert set(re.findall("--[a-z-]+", hint)) <= allowed, (command, name, hint)
+            assert set(re.findall(r"([a-z]+\.\w+)=", hint)) <= recipe_file.kinds(task).keys(), (name, hint)
+    assert resolved.read(["--mixed-precision", "bf16", "--trackers", "wandb", "--resume", "auto"])
 
 
 def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[str]) -> None:

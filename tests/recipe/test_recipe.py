@@ -110,7 +110,7 @@ WRONG = [
     ("optim.lr", ".nan", "a number"),
     ("data.download", "yes", "true or false"),
     ("data.train_split", "[a]", "text"),
-    ("optim.schedule", "cos", "one of cosine, step, constant"),
+    ("optim.schedule", "cos", "one of cosine, step, constant; did you mean cosine?"),
     ("optim.groups", "[a]", 'a mapping such as {"name": 0.1} or null'),
 ]
 
@@ -131,6 +131,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a name twice": ("optim:\n  settings: {a: 1, a: 2}\n", "optim.settings is a mapping (my.yaml:2): it has a twice"),
     "a mapping that holds itself": ("optim: {settings: &a {b: *a}}", "optim.settings is a mapping (my.yaml:1): it is nested"),
     "an unknown key": ("'optim':\n  'momentun': 1\n", "optim.momentun (my.yaml:2): there is no such key; did you mean"),
+    "a key of TRL": ("bf16: true\n", "bf16 (my.yaml:1): there is no such key; `samerun launch` has --mixed-precision bf16"),
     "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (my.yaml:1): expected a whole number"),
     "lists without end": ("seed: " + "[" * 3000, "my.yaml: it is not YAML: maximum recursion depth"),
     "two durations": ("train:\n  epochs: 1\n  steps: 2\n", "train.epochs is 1 and train.steps is 2: give one of them "
@@ -149,7 +150,15 @@ def test_files(write, text, sentence):
 WORDS: dict[str, str] = {
     "optim.lr:0.1": "'optim.lr:0.1' (command line): expected key=value without spaces, as in optim.lr=0.1",
     "optim={lr:1}": "optim is a section; give its keys one by one, as in optim.name=...",
-    "lr=1": "lr (command line): there is no such key; did you mean optim.lr?",
+    "lr=1": "lr (command line): there is no such key; give optim.lr=...",
+    "OPTIM.LR=1": "OPTIM.LR (command line): there is no such key; give optim.lr=...",
+    "train.batch_size=8": "there is no such key; give train.global_batch_size=..., over all processes",
+    "trainer.max_epochs=8": "there is no such key; give train.epochs=...",
+    "task=causal_lm model.name=gpt2": "there is no such key; give model.architecture=... for random weights, or model.path=",
+    "data.dir=x": "there is no such key; give data.path=...",
+    "model.n_layers=2": "there is no such key; model has name, norm, ",
+    "data.source=image_folder": "tfrecord, arrays; did you mean imagefolder?",
+    "= ": "'=' (command line): expected key=value without spaces",
     "model.name=resnet-18": "model.name is 'resnet-18': no such model; did you mean resnet18",
     "augment.mixup=0.2 train.global_batch_size=63": "it must be a multiple of 2, because augment.mixup and augment.cutmix",
     "optim.nesterov=true optim.momentum=0": "optim.nesterov is true and optim.momentum is 0.0: nesterov needs a momentum",

@@ -65,7 +65,8 @@ def test_what_differs_is_named(digits_run: Path, tmp_path: Path, capsys) -> None
     verdict = " ".join(printed.split())
     assert "the recipes differ in optim.lr, all 40 steps that both took had the same samples" in verdict
     assert "the losses of step 25 are the first to differ by more than 0.0001: the largest difference is 5.0e-01" in verdict
-    for text in ("optim.lr", "0.25", "test_accuracy", "samples_per_s", "copied"):
+    result = json.loads((digits_run / "result.json").read_text())
+    for text in ("optim.lr", "0.25", "test_accuracy", f"{result['samples_per_s']:.6g}", "copied"):
         assert text in printed
 
 
@@ -88,6 +89,34 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
     assert late.losses.same_up_to_step == 100
     assert str(late).startswith("The same run up to step 100, and apart after it: ")
     assert (early.is_same, early.losses.first_beyond) == (False, 100)
+
+
+@pytest.mark.parametrize(
+    ("norms", "apart_from", "reason"),
+    [
+        (
+            20,
+            1,
+            "A known reason: 20 batch normalization layers computed statistics per micro-batch, and micro_batch is 64",
+        ),
+        (0, 19, "Up to step 18 the difference is at most 5e-08. Rounding can cause such a drift"),
+        (0, 5, None),
+    ],
+)
+def test_a_known_reason_is_named(digits_run: Path, norms: int, apart_from: int, reason: str | None) -> None:
+    run = past_run.read(digits_run)
+    one, other = (
+        replace(
+            run,
+            about={**run.about, "micro_batch": size, "batch_norms": norms},
+            metrics=[{**run.metrics[0], "step": step, "loss": 1.0 + (change if step < apart_from else 1e5 * change)}
+                     for step in range(1, 41)],
+        )
+        for size, change in ((64, 0.0), (32, 5e-8))
+    )  # fmt: skip
+    verdict = str(compare(one, other))
+    assert verdict.startswith("Not the same run: the recipes agree")
+    assert reason in verdict if reason else "Rounding" not in verdict
 
 
 def test_other_samples_or_learning_rates_are_another_run(digits_run: Path) -> None:

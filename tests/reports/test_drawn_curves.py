@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,20 @@ def test_points_are_where_they_belong(run: past_run.PastRun) -> None:
     assert list(found.y) == [line["validation_accuracy"] for line in run.evaluations]
     tested = curves.curve(run, "test", "accuracy")
     assert (list(tested.x), list(tested.y)) == ([2.0], [run.result["test_accuracy"]])
-    assert curves.curve(run, "training", "loss").x[0] == 5 * 64 / run.samples_per_epoch
-    assert curves.curve(run, "training", "loss", x="samples").x[-1] == run.result["samples_seen"]
-    seconds = curves.curve(run, "training", "loss", x="time").x
-    assert 0 < seconds[0] < seconds[-1] == pytest.approx(run.metrics[-1]["time"] - run.events[0].launched)
+    # A mean over the steps since the last line is in their middle.
+    assert curves.curve(run, "training", "loss").x[0] == 5 * 64 / run.samples_per_epoch / 2
+    assert curves.curve(run, "training", "grad_norm", x="samples").x[-1] == run.result["samples_seen"]
+    assert curves.curve(run, "training", "loss", x="tokens").note == "digits: lines without tokens seen are left out."
+
+
+def test_time_is_that_of_training_over_all_starts(run: past_run.PastRun) -> None:
+    seconds = [line["training_s"] for line in run.metrics]
+    assert list(curves.curve(run, "training", "grad_norm", x="time").x) == pytest.approx(seconds)
+    assert curves.curve(run, "validation", "loss", x="time").x[-1] == pytest.approx(seconds[-1])
+    again = replace(run.starts[0], from_step=40, time=run.metrics[-1]["time"] + 100)
+    later = {**run.metrics[-1], "step": 45, "training_s": 7.0, "time": again.time + 10}
+    resumed = replace(run, events=[*run.events, again], metrics=[*run.metrics, later])
+    assert resumed.training_s[45] == pytest.approx(seconds[-1] + 7.0)
 
 
 def test_many_lines_are_drawn_as_means(run: past_run.PastRun) -> None:
@@ -35,8 +46,8 @@ def test_many_lines_are_drawn_as_means(run: past_run.PastRun) -> None:
     curves.draw(axes, [replace(run, metrics=lines)], "loss", x="samples", parts=["training"])
     places, losses = axes.lines[0].get_data()
     assert len(losses) == 500
-    assert (places[0], places[-1]) == (64 * 2.5, 64 * 1998.5)
-    assert list(losses) == [64**-1 * place for place in places]
+    assert (places[0], places[-1]) == (64 * 2.0, 64 * 1998.0)
+    assert list(losses) == [64**-1 * place + 0.5 for place in places]
     assert axes.get_yscale() == "log"
 
 
@@ -44,29 +55,23 @@ def test_runs_are_distinguishable_without_color(run: past_run.PastRun) -> None:
     runs = [replace(run, folder=Path(f"/runs/digits-{number}")) for number in range(8)]
     figure, _ = curves.page(runs)
     assert len({(line.get_linestyle(), line.get_marker()) for line in figure.axes[1].lines}) == 8
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"digits-{number}" for number in range(8)]
+    assert [text.get_text() for text in figure.subfigs[0].legends[0].get_texts()] == [f"digits-{number}" for number in range(8)]
     figure, _ = curves.page(runs[:1])
     lines = figure.axes[0].lines
     assert [(line.get_label(), line.get_marker()) for line in lines] == [("training", "None"), ("validation", "o")]
+    assert [line.get_color() for line in lines] == [curves.PART_COLORS["training"], curves.PART_COLORS["validation"]]
     assert curves.labels([replace(run, folder=Path(name)) for name in ("/one/digits", "/two/digits")])[1] == "/two/digits"
 
 
-def test_runs_of_two_tasks_share_the_loss_alone(run: past_run.PastRun, digits_run: Path, tmp_path: Path) -> None:
-    figure, notes = curves.page([run, past_run.read(language(digits_run, tmp_path / "language"))])
-    scores = {"training accuracy (%)": 1, "validation accuracy (%)": 1, "validation bits per byte": 1}
-    assert {axes.get_ylabel(): len(axes.lines) for axes in figure.axes} == {"training loss": 2, "validation loss": 2, **scores}
-    assert "language: no validation accuracy is recorded." in notes
-    assert "digits: no validation bits per byte is recorded." in notes
-
-
-def test_runs_that_count_tokens_are_drawn_by_tokens(run: past_run.PastRun, digits_run: Path, tmp_path: Path) -> None:
+def test_runs_of_two_tasks_share_no_axis(run: past_run.PastRun, digits_run: Path, tmp_path: Path) -> None:
     other = past_run.read(language(digits_run, tmp_path / "language"))
-    assert curves.columns_of([other]) == ("tokens", "time")
-    assert curves.columns_of([run, run]) == ("epoch", "time")
-    figure, notes = curves.page([other], xs=["tokens"])
+    figure, notes = curves.page([run, other])
     assert notes == []
-    loss, bits = figure.axes
+    digits, text = figure.subfigs
+    assert [axes.get_ylabel() for axes in digits.axes if axes.get_ylabel()] == ["loss", "accuracy (%)"]
+    assert [axes.get_xlabel() for axes in digits.axes[2:]] == ["epoch", "training time (s)"]
+    loss, _, bits, _ = text.axes
     assert (loss.get_ylabel(), bits.get_ylabel(), bits.get_xlabel()) == ("loss", "validation bits per byte", "tokens seen")
-    assert list(loss.lines[0].get_xdata()) == [PER_SAMPLE * line["samples_seen"] for line in other.metrics]
+    seen = [PER_SAMPLE * line["samples_seen"] for line in other.metrics]
+    assert list(loss.lines[0].get_xdata()) == [(begin + end) / 2 for begin, end in pairwise([0, *seen])]
     assert list(bits.lines[0].get_ydata()) == [1.5 * line["validation_loss"] for line in other.evaluations]
-    assert "digits: lines without tokens seen are left out." in curves.page([other, run], xs=["tokens"])[1]

@@ -15,13 +15,16 @@ from processes import read
 
 from app.errors import RunFolderError
 from app.reports import past_run, report
+from app.runs.run_folder import ProcessFailure
 from launch.cli import main as samerun
 
 LOOK = """({
     width: document.documentElement.scrollWidth,
     blank: [...document.images].filter(image => !image.complete || image.naturalWidth === 0).length,
-    images: document.images.length,
-    unnamed: [...document.images].filter(image => !image.alt).length,
+    images: document.images.length + document.querySelectorAll('.plot svg').length,
+    unnamed: document.querySelectorAll('img:not([alt]), .plot:not([aria-label])').length,
+    values: document.querySelector('.plot span:last-of-type').title,
+    ids: [...document.querySelectorAll('[id]')].map(element => element.id),
     tables: [...document.querySelectorAll('table')].filter(table => !table.caption).length,
     headings: [...document.querySelectorAll('h1, h2')].map(heading => heading.textContent),
     scripts: document.scripts.length,
@@ -60,6 +63,10 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
         found = looked_at(browser, out, width=width, scripts=scripts)
         assert found["headings"] == ["digits", *sections]
         words = (f"{100 * accuracy:.2f} %", "Goodput", "Confusion", "torch", "40 of 40", "finished after step 40")
+        words += ("train.epochs\t2 (shipped: 20)", "Gradient norm")
+        assert "training" in found["values"]
+        assert "validation" in found["values"]
+        assert len(set(found["ids"])) == len(found["ids"])
         assert [word for word in words if word not in found["text"]] == []
 
 
@@ -101,9 +108,22 @@ def test_every_start_is_shown_with_how_it_ended_and_the_time_since(digits_run: P
     (first,) = run.starts
     later = replace(first, from_step=20, world_size=4, preset="fsdp2", job="17", time=first.time + 60, launched=first.time + 55)
     run = replace(run, result={}, outcome={}, events=[*run.events[:-1], later])
-    for since_s, word in ((30.0, "running"), (900.0, "silent")):
+    for since_s, word in ((30.0, "starting"), (900.0, "silent")):
         html, complaints = report.render(run, first.time + 60 + since_s)
         assert complaints == []
         words = (f"{word}</span>", "killed or failed after step 40", "2 starts", "lost work")
         words += ('data-name="preset">fsdp2</td>', 'data-name="job">17</td>')
         assert [word for word in words if word not in html] == []
+
+
+def test_the_rate_of_every_step_is_drawn_and_a_failure_is_first(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    rates = {line["step"]: line["learning_rate"] for line in report._with_schedule(run).metrics}
+    assert len(rates) == 40
+    assert {line["step"]: line["learning_rate"] for line in run.metrics}.items() <= rates.items()
+    other = {**run.recipe, "optim": {**run.recipe["optim"], "lr": 0.1}}
+    assert report._with_schedule(replace(run, recipe=other)).metrics == run.metrics  # the logged rates are of another schedule
+    failure = ProcessFailure(exit_code=8, rank=0, host="vm", error="TrainingError: it <diverged>", traceback="at line 7")
+    html, _ = report.render(replace(run, outcome={}, events=run.events[:-1], result={}, failure=failure), failure.time)
+    assert '<p class="failure">rank 0 on vm ended with exit code 8: TrainingError: it &lt;diverged&gt;</p>' in html
+    assert "at line 7" in html

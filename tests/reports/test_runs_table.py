@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -54,14 +55,33 @@ def test_runs_of_other_tasks_leave_the_table_readable(folder: Path, capsys, monk
     assert {"task", "optim.lr", "train.global_batch_size"} <= rows[0].keys()
     assert not {"data.image_size", "model.layers"} & rows[0].keys()
     monkeypatch.chdir(folder)  # for short paths
-    table, _, left_out = " ".join(printed(capsys, ".").split()).partition("also different: ")
-    assert "│ run-2 │ finished │" in table
+    table, _, left_out = " ".join(printed(capsys, ".").split()).partition("no room for: ")
+    assert " run-2 finished 40 40 " in table
     assert "optim.weight_decay" in left_out
 
 
 def test_a_column_that_is_not_there_is_named(folder: Path, capsys) -> None:
-    assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 7
-    assert "--sort optim.rate: the columns are run, state, step, of, optim.lr" in capsys.readouterr().err
+    assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 2
+    assert "--sort is 'optim.rate': the columns are run, state, step, of, optim.lr, started" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_keeps_what_differs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name, value in (("COLUMNS", "72"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", shown := Terminal())
+    assert cli.main(["runs", ".", "--sort", "test accuracy"]) == 0
+    heading, names, _, *rows = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert heading.split() == ["optim.", "validation", "test"]
+    assert names.split() == ["run", "state", "lr", "started", "duration", "accuracy", "accuracy"]
+    assert max(map(len, [names, *rows])) <= 72
+    assert re.search(r"run-10 +running|run-10 +stopped|run-10 +finished", shown.getvalue())
+    assert "no room for: of, step" in shown.getvalue()
 
 
 def test_every_form_has_the_same_rows_and_sorting_puts_what_is_missing_last(folder: Path, capsys) -> None:

@@ -19,7 +19,7 @@ from launch.cases import RunCase
 
 
 def run_scale(out: Path, *, processes: str, **environment: str) -> Finished:
-    words = ["--steps", "4", "--warm-up-steps", "2", "--processes", processes, "--repeats", "1", "--out", str(out)]
+    words = ["--steps", "4", "--warm-up-steps", "2", "--devices", processes, "--repeats", "1", "--out", str(out)]
     return Started([sys.executable, "-m", "launch.cli", "scale", *words], env=environment).wait()
 
 
@@ -42,7 +42,9 @@ def test_every_figure_is_that_of_its_run_folder(swept: Path) -> None:
     rates = []
     for processes, row in zip((1, 2), table(swept), strict=True):
         run = swept / f"multi_gpu-1x{processes}-1"
-        assert read(run / "run.json")["world_size"] == int(row["devices"]) == processes
+        about = read(run / "run.json")
+        assert about["world_size"] == int(row["devices"]) == processes
+        assert about["command"][:4] == ["samerun", "scale", "--steps", "4"]  # as typed
         lines = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
         rates.append(4 * 64 / (lines[6]["training_s"] - lines[2]["training_s"]))
         assert float(row["samples_per_s"]) == pytest.approx(rates[-1])

@@ -73,6 +73,16 @@ def test_a_run_that_will_be_restarted_is_not_over(digits_run: Path) -> None:
         assert (state.word, state.is_over) == ("stopped", is_over)
 
 
+def test_a_run_without_a_step_is_starting(digits_run: Path) -> None:
+    """run.json is written before the first line of the ledger, and that long before the first step."""
+    run, now = past_run.read(digits_run), float(int(time.time()))
+    began = replace(run.starts[0], time=now - 40)
+    about = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now - 40))}
+    for events in ([], [began]):
+        state = state_of(replace(run, about=about, metrics=[], evaluations=[], events=events, result={}, outcome={}), now)
+        assert (state.word, state.sentence) == ("starting", "for 40 s, no step is logged yet")
+
+
 def test_on_a_terminal_it_is_drawn(digits_run: Path) -> None:
     ours, theirs = os.openpty()
     environment = clean_environment() | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}

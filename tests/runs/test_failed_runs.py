@@ -80,12 +80,16 @@ def state(words: list[str], rank: int) -> tuple[str, str]:
 
 def test_the_state_is_that_of_the_newest_start(words: list[str]) -> None:
     ended = launch(words, "early", *ONE)
-    assert (ended.returncode, ended.output.splitlines()[-1]) == (1, "ValueError: no samples")
+    last = ["ValueError: no samples", "Task.samples in task.py failed for 'train'"]
+    assert (ended.returncode, ended.output.splitlines()[-2:]) == (1, last)
+    assert f'File "{Path(__file__).parents[2]}' not in ended.output  # none of our frames
     assert not Path(words[3]).exists()
 
     ended = launch(words, "raises", *TWO)
-    assert (ended.returncode, ended.output.splitlines()[-1]) == (1, f"[rank 1 on {socket.gethostname()}] ValueError: struck")
-    failed = ("failed", "it ended with exit code 1: ValueError: struck")
+    where = "Task.loss in task.py failed on a training batch (x float32 [8, 2])"
+    last = [f"[rank 1 on {socket.gethostname()}] {line}" for line in ("ValueError: struck", where)]
+    assert (ended.returncode, ended.output.splitlines()[-2:]) == (1, last)
+    failed = ("failed", f"it ended with exit code 1: ValueError: struck. {where}")
     assert state(words, 1) == failed
     page, complaints = report.render(past_run.read(Path(words[3])), time.time())
     assert complaints == []
@@ -105,7 +109,8 @@ def test_a_killed_process_is_recorded_by_its_launcher(words: list[str]) -> None:
 def test_without_a_launcher_of_ours_a_process_records_its_error(words: list[str]) -> None:
     ended = run("cpu", None, "app.train", *words, env={"FAILS": "raises", "RUN": words[3]})
     assert ended.returncode == 1, ended.output
-    assert state(words, 0) == ("failed", "it ended with exit code 1: ValueError: struck")
+    where = "Task.loss in task.py failed on a training batch (x float32 [16, 2])"
+    assert state(words, 0) == ("failed", f"it ended with exit code 1: ValueError: struck. {where}")
 
 
 @pytest.mark.parametrize(("fails", "preset", "code"), [("parses", "cpu", 2), ("exits", "multi_gpu", 0)])

@@ -42,7 +42,7 @@ CODES = {f"{kind.__name__}: ": kind.exit_code for kind in (RunFolderError, Check
 
 
 def assert_is_one_sentence(finished: Finished, run_dir: Path) -> None:
-    said = re.findall(rf"^({'|'.join(CODES)})(.*)", finished.output, re.MULTILINE)
+    said = re.findall(rf"^samerun: ({'|'.join(CODES)})(.*)", finished.output, re.MULTILINE)
     assert len(said) == 1, finished.output
     kind, sentence = said[0]
     assert finished.returncode == CODES[kind]

@@ -81,6 +81,7 @@ def test_a_checkpoint_made_by_hand_is_passed_over_and_the_older_one_taken(
 
 @pytest.mark.multiproc
 def test_a_start_passes_it_over_too_and_without_another_ends_with_a_sentence(run_dir: Path) -> None:
+    (run_dir / "outcome.json").unlink()  # as if it had not finished
     BY_HAND["outside"](run_dir / NEW)
     link = run_dir.with_name("link")  # the run folder itself can be one
     link.symlink_to(run_dir)
@@ -88,6 +89,7 @@ def test_a_start_passes_it_over_too_and_without_another_ends_with_a_sentence(run
     assert f"passed over: {link / NEW}/" in begun.output
     BY_HAND["outside"](run_dir / NEW)
     shutil.rmtree(run_dir / OLD)
+    (run_dir / "outcome.json").unlink()
     refused = train("cpu", run_dir, *RECIPE)
     assert refused.returncode == CheckpointError.exit_code
     assert "it names '../../../etc/hostname', which is not in its folder" in refused.output

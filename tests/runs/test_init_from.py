@@ -115,11 +115,12 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
 
 
 def test_files_without_weights_are_refused(runtime: Runtime, tmp_path: Path) -> None:
-    torch.save(build(), tmp_path / "code.pth")  # which names a class to be called
+    torch.save(network := build(), tmp_path / "code.pth")  # which names a class to be called
+    named = f"{type(network).__module__}.{type(network).__qualname__}"
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "other.pth")
     (tmp_path / "noise").write_bytes(bytes(range(200)))
     for place, words in (
-        (tmp_path / "code.pth", "code.pth cannot be loaded as weights only"),
+        (tmp_path / "code.pth", f"code.pth cannot be loaded as weights only (it holds {named}, which is not a tensor). Save"),
         (tmp_path / "other.pth", "has no tensors by name, at the top or in state_dict"),
         (tmp_path / "noise", "is damaged, or not a safetensors file"),
         (tmp_path / "no", f"train.init_from is {tmp_path}/no, which is not a source of weights: give a safetensors or .pth"),
@@ -132,7 +133,9 @@ def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, caps
     """Alone or beside other things, in both formats of torch, of a wrapped model, in half precision, divided among files."""
     expected = {name: it.half() if it.is_floating_point() else it for name, it in trained().items()}
     wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in expected.items()}
-    torch.save({"epoch": 3, "state_dict": {**wrapped, "module._orig_mod.said": "so"}}, tmp_path / "zip.pth")
+    torch.save(
+        {"epoch": 3, "mean": torch.zeros(3), "state_dict": {**wrapped, "module._orig_mod.said": "so"}}, tmp_path / "zip.pth"
+    )
     torch.save(expected, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     parted = tmp_path / "parted"
     parted.mkdir()

@@ -50,7 +50,8 @@ def take_over(running: Running, older: Running | None, run_dir: Path, chance: ra
         os.kill(older.ranks[0], signal.SIGCONT)
     finished = older.wait()
     assert finished.returncode == RunFolderError.exit_code, finished.output
-    assert re.search("^RunFolderError: .*another start of this run, on ", finished.output, re.MULTILINE), finished.output
+    expected = "^samerun: RunFolderError: .*another start of this run, on "
+    assert re.search(expected, finished.output, re.MULTILINE), finished.output
 
 
 @pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.long)])

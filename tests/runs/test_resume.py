@@ -17,7 +17,7 @@ from processes import read, read_lines, start, train
 
 from app.checkpoints import step_folders
 from app.checks.verify import verify
-from app.errors import CheckpointError
+from app.errors import CheckpointError, RunFolderError
 from app.init.region import Piece, Region
 
 pytestmark = pytest.mark.multiproc
@@ -234,7 +234,12 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
     finished = train("cpu", tmp_path / "run", *longer, str(finished_run)).check()
     assert f"passed over: {newest}" in finished.output
     assert f"resumed from {older}, 30 of 36 steps done" in finished.output
-    (older / "state.json").unlink()
+    again = (*RECIPE, *OPTIMIZERS["adamw"], *saving, "--resume", "auto")
+    (finished_run / "result.json").unlink()
+    assert train("cpu", finished_run, *again).check().output.count("passed over: ") == 1
+    newest, older = step_folders.committed(finished_run)
+    for damaged in (newest, older):
+        (damaged / "state.json").unlink()
     for place, words in (
         (finished_run, "A run does not start from zero unless you ask for it"),
         (tmp_path, "where there is no"),
@@ -244,15 +249,17 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
         assert words in finished.output
 
 
-def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_left_alone_and_a_killed_one_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1", "checkpoint.every_minutes=null")
     train("cpu", tmp_path, *short).check()
-    before = (tmp_path / "metrics.jsonl").read_text()
-    finished = train("cpu", tmp_path, *short, "--resume", "auto")
-    assert finished.returncode != 0
-    assert "RunFolderError: " in finished.output
-    assert "holds a finished run without a checkpoint" in finished.output
-    assert (tmp_path / "metrics.jsonl").read_text() == before
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = (short, "is finished after step 2 (all steps are done), and nothing was changed", 0)
+    longer = ((*short, "train.steps=3"), "holds a finished run without a checkpoint", RunFolderError.exit_code)
+    for words, sentence, code in (again, longer):
+        finished = train("cpu", tmp_path, *words, "--resume", "auto")
+        assert sentence in finished.output
+        assert finished.returncode == code
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (tmp_path / "result.json").unlink()  # as if it had been killed
     finished = train("cpu", tmp_path, *short, "--resume", "auto").check()
     assert f"{tmp_path} has no checkpoint yet: the run starts from step 1" in finished.output

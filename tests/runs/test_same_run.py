@@ -173,7 +173,7 @@ def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, pre
     ],
 )
 def test_samerun_parity_passes_what_is_the_same(tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
-    command = ["samerun", "parity", "--recipe", "digits", "--keep", str(tmp_path / "kept"), "--processes", "2", "--steps", "6"]
+    command = ["samerun", "parity", "--recipe", "digits", "--out", str(tmp_path / "kept"), "--processes", "2", "--steps", "6"]
     finished = Started([*command, "--presets", *words]).wait()
     assert finished.returncode == code, finished.output
     assert re.search(said, finished.output)

@@ -63,6 +63,7 @@ def test_early_stopping_and_best_are_the_same_across_a_kill_and_presets(tmp_path
     for line in looked_at[: best // 5]:  # later on the rate is so high that rounding grows
         assert there[line["step"]]["validation_loss"] == pytest.approx(line["validation_loss"], rel=1e-5)
 
+    (other / "result.json").unlink()  # as if it had been killed after its last step
     refused = train("cpu", other, *RECIPE, "--resume", "auto", "train.evaluate_every_steps=4")
     assert "train.evaluate_every_steps was 5 and is 4" in refused.output
     finished = train("cpu", other, *RECIPE, "--resume", "auto").check()  # over already

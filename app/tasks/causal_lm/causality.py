@@ -54,10 +54,7 @@ def check(config: Any, attention: str, where: str, *, document_masks: bool = Fal
                 continue
             _check_order(logits, where, config, document_masks=document_masks)
             if to_train and any(name.endswith(("experts", "moe")) for name, _ in network.named_modules()):
-                raise RecipeError(
-                    f"{where} is a mixture of experts, which cannot be trained; choose an architecture without experts, such "
-                    "as llama or qwen3"
-                )
+                raise RecipeError(f"{where} is a mixture of experts, which cannot be trained; choose another, such as llama")
             return
     if isinstance(failed, RecipeError):
         raise failed

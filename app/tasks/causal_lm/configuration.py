@@ -46,10 +46,7 @@ def network_config(recipe: ModelRecipe, *, vocab_size: int | None = None, sequen
     if vocab_size and config.vocab_size < vocab_size:
         problems.append(f"model.vocab_size is {config.vocab_size}, and the tokenizer has {vocab_size} tokens: raise it")
     if sequence_length and most and sequence_length > most:
-        problems.append(
-            f"a row has {sequence_length} tokens, and the model takes at most {most} (model.positions): lower "
-            "data.sequence_length"
-        )
+        problems.append(f"rows have {sequence_length} tokens, more than model.positions, {most}: lower data.sequence_length")
     if recipe.dropout and not any(hasattr(config, name) for name in _DROPOUT):
         problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set it to 0")
     if problems:
@@ -113,9 +110,8 @@ def _read(recipe: ModelRecipe) -> dict[str, Any]:
 def _from_folder(recipe: ModelRecipe) -> Any:
     values = _read(recipe)
     model_type = values.pop("model_type", None)
-    kind = _config_class(
-        model_type, f"model_type in the config.json of model.path={recipe.path}", needs_code="auto_map" in values
-    )
+    where = f"model_type in the config.json of model.path={recipe.path}"
+    kind = _config_class(model_type, where, needs_code="auto_map" in values)
     names = {*values, *(field.name for field in dataclasses.fields(kind))}
     return _made(kind, {**values, **_settings(recipe, names)})
 

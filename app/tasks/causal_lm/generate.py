@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.data.data_files import first_line
 from app.errors import DataError, DeviceError, RunFolderError
 from app.files import other_libraries
 from app.options import Parser, not_negative, positive, share, tolerance
+from app.runs import run_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"--device {device} is not available: {_first_line(error)}") from error
+        raise DeviceError(f"--device {device} is not available: {first_line(error)}") from error
     model, tokenizer = load(options.folder)
     text = sys.stdin.read() if options.text is None else options.text
     tokens = tokenizer(text)["input_ids"]
@@ -54,14 +56,10 @@ def main(argv: Sequence[str]) -> int:
         tokens = [first]
     length, window = options.max_tokens, getattr(model.config, "max_position_embeddings", None)
     if window is not None and len(tokens) >= window:
-        raise DataError(
-            f"the text has {len(tokens):,} tokens, and the model takes {window:,} including generated ones: shorten the text"
-        )
+        raise DataError(f"the text has {len(tokens):,} tokens, and the model takes {window:,} with generated ones: shorten it")
     if window is not None and length > window - len(tokens):
         length = window - len(tokens)
-        sys.stderr.write(
-            f"note: at most {length:,} tokens will be generated: the model takes {window:,}, and the text has {len(tokens):,}\n"
-        )
+        sys.stderr.write(f"note: only {length:,} tokens follow: the model takes {window:,}, and the text has {len(tokens):,}\n")
     write: Callable[[str], object] = (lambda _: None) if options.json else functools.partial(print, end="", flush=True)
     write(text)
     configured = model.config.eos_token_id
@@ -92,10 +90,10 @@ def main(argv: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, in evaluation mode on the CPU, and its tokenizer. Raises RunFolderError."""
     if not (folder / "config.json").is_file():
-        raise RunFolderError(
-            f"{folder} has no config.json of a language model: give a finished run, a transformers folder, or what `samerun "
-            "export RUN` writes of an unfinished run"
-        )
+        advice = "give a finished run, a transformers folder, or what `samerun export RUN` writes of an unfinished run"
+        if (folder / run_folder.MODEL_CONFIG).is_file():
+            advice = f"it is the finished run of another task. `samerun predict {folder} FILE` predicts with it"
+        raise RunFolderError(f"{folder} has no config.json of a language model: {advice}")
     from transformers import AutoModelForCausalLM  # here: a wrong path need not wait for it
 
     from app.tasks.causal_lm import causality
@@ -105,14 +103,11 @@ def load(folder: Path) -> tuple[Any, Any]:
     model: Any = read_folder(folder, AutoModelForCausalLM)
     causality.check(model.config, model.config._attn_implementation, f"the {model.config.model_type} of {folder}")
     if not has_tokenizer(folder):
-        raise RunFolderError(
-            f"{folder} has no tokenizer: copy the files of the tokenizer used for training there "
-            "(tokenizer.json, tokenizer_config.json)"
-        )
+        raise RunFolderError(f"{folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of its training there")
     try:
         tokenizer = other_libraries.tokenizer(folder)
     except Exception as error:  # whatever a damaged file makes the library raise
-        raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {_first_line(error)}") from error
+        raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}") from error
     return model.eval(), tokenizer
 
 
@@ -150,29 +145,20 @@ class Streamer:
         return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 def _parser() -> Parser:
     """Return the parser for its command line."""
-    made = Parser(
-        prog="samerun generate",
-        description="Generate text with a language model: of a finished run, from `samerun export`, or any transformers "
-        "folder.",
-    )
+    made = Parser("generate", "Generate text with a language model: of a finished run, from `samerun export`, or any "
+        "transformers folder.")  # fmt: skip
     add = made.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="finished run, or transformers folder")
-    add("text", nargs="?", help="prompt (default: read from stdin)")
+    add("folder", type=Path, metavar="RUN", help="finished run, or transformers folder")
+    add("text", nargs="?", metavar="TEXT", help="prompt (default: read from stdin)")
     add("--max-tokens", type=positive, default=200, metavar="N", help="most tokens to generate (default: %(default)s)")
-    add("--temperature", type=tolerance, default=1.0, metavar="T", help="sampling temperature; 0: always the most likely "
+    add("--temperature", type=tolerance, default=1.0, metavar="NUMBER", help="sampling temperature; 0: always the most likely "
         "token; 1: the model's own probabilities (default: 1)")  # fmt: skip
-    add("--top-p", type=share, default=1.0, metavar="P", help="sample only from the most likely tokens that together have "
+    add("--top-p", type=share, default=1.0, metavar="SHARE", help="sample only from the most likely tokens that together have "
         "this probability (default: 1, all)")  # fmt: skip
-    add(
-        "--top-k", type=not_negative, default=0, metavar="K", help="sample only from the K most likely tokens (default: 0, all)"
-    )
-    add("--seed", type=not_negative, default=0, metavar="S", help="seed of the sampling: it gives the same text each time on "
+    add("--top-k", type=not_negative, default=0, metavar="N", help="sample only from the N likeliest tokens (default: 0, all)")
+    add("--seed", type=not_negative, default=0, metavar="N", help="seed of the sampling: it gives the same text each time on "
         "one kind of device (default: 0)")  # fmt: skip
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: an accelerator if there is one)")
     add("--json", action="store_true", help="print one JSON object: text, continuation, tokens, ended, seed")

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from app.environment.topology import listed
-from app.errors import RecipeError, RunFolderError
+from app.errors import RecipeError, RunFolderError, did_you_mean
 from app.files import other_libraries
 from app.init import model_tensors
 from app.task import Adapters, LowRank
@@ -69,9 +69,7 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any], *, folder: Path | None 
     is_plain = config.model_type in PLAIN
     if recipe.head == "chunked" and not is_plain:
         known = ", ".join(sorted(PLAIN))
-        raise RecipeError(
-            f"model.head is chunked, which does not work for {config.model_type}: set auto or whole. It works for {known}"
-        )
+        raise RecipeError(f"model.head is chunked, which works for {known}, not for {config.model_type}: set auto or whole")
     config._attn_implementation = recipe.attention
     try:
         kind = class_for(config)
@@ -173,9 +171,8 @@ def _class_with_loss(base: Any) -> type[nn.Module]:
         return _ComputesLoss.forward(self, *args, **named)
 
     forward = functools.wraps(base.forward)(forward)  # its signature says what `generate` may pass
-    return type(
-        base.__name__, (_ComputesLoss, base), {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    )
+    own = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
+    return type(base.__name__, (_ComputesLoss, base), own)
 
 
 class Head(nn.Linear):
@@ -290,6 +287,12 @@ def _lora_config(recipe: ModelRecipe) -> Any:
 
 def _add_adapters(model: nn.Module, recipe: ModelRecipe) -> None:
     """Give the chosen layers adapters, and freeze all else. Raises RecipeError for layers that cannot have them."""
+    names = {f".{name}": module for name, module in model.named_modules()}
+    for target in recipe.lora_targets or ():  # peft refuses a name only if all are wrong
+        if not any(name.endswith(f".{target}") for name in names):
+            layers = {name.rpartition(".")[2] for name, it in names.items() if type(it).__name__ in ("Linear", "Conv1D")}
+            hint = did_you_mean(target, layers, then=f"its layers are {listed(sorted(layers), 20)}")
+            raise RecipeError(f"model.lora_targets has {target}, and no layer of the model has that name; {hint}")
     try:
         with warnings.catch_warnings():  # layers of GPT-2 hold their weights transposed, which peft corrects with a warning
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
@@ -313,9 +316,8 @@ def adapters(model: nn.Module, recipe: ModelRecipe) -> Adapters:
         names |= {f"{place}.base_layer.{name}": f"{place}.{name}" for name, _ in layer.base_layer.named_parameters()}
         down, up = f"{place}.lora_A.{_ADAPTER}.weight", f"{place}.lora_B.{_ADAPTER}.weight"
         sums[f"{place}.weight"] = LowRank(down, up, layer.scaling[_ADAPTER], bool(layer.fan_in_fan_out))
-    alone = {
-        name: f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}" for low in sums.values() for name in (low.down, low.up)
-    }
+    matrices = [name for low in sums.values() for name in (low.down, low.up)]
+    alone = {name: f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}" for name in matrices}
     config = _lora_config(recipe)  # adapter_config.json: peft needs it to add the adapters to the layers again
     config.inference_mode, config.fan_in_fan_out = True, any(low.transposed for low in sums.values())
     about = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

@@ -132,8 +132,9 @@ class Sections:
             text = f"on the hub, {commit}; if path is meant to be a folder, it does not exist"
             yield problem(self, text, "model.revision", "model.path")
         if model.path is not None:
-            for key in (*(["architecture"] if model.architecture else []), *model.chosen):
-                yield problem(self, f"the config.json of path sets {key} too: remove one", f"model.{key}", "model.path")
+            if keys := (*(["architecture"] if model.architecture else []), *model.chosen):
+                text = f"the config.json of path sets {', '.join(keys)} too: leave path out, or set these keys to null"
+                yield problem(self, text, f"model.{keys[0]}", "model.path")
             return
         if model.hidden_size and model.hidden_size % (model.heads or 1) and "head_dim" not in (model.settings or {}):
             yield problem(self, "the width must be a multiple of the heads", "model.hidden_size", "model.heads")

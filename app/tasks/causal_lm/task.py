@@ -6,7 +6,7 @@ Shapes: B rows in a batch, S tokens a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.files import text_files
 from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.causal_lm import causality, configuration, generate
@@ -75,12 +75,13 @@ class CausalLM(Task):
     def metadata_without_data(self) -> dict[str, Any]:
         """Return the metadata that the recipe alone gives, to plan with. Raises DataError if it names no vocabulary."""
         data, network = self._sections.data, self._sections.model
+        unknown = f"data.path={data.path} cannot be opened as a token folder, and without it"
         if network.path is None and network.vocab_size is None:
-            raise DataError("without the data the vocabulary is unknown: set model.vocab_size, or give data.path")
+            raise DataError(f"{unknown} the vocabulary is unknown: set model.vocab_size, or correct data.path")
         config = network_config(network, sequence_length=data.sequence_length)
         length = data.sequence_length or configuration.positions(config)
         if length is None:
-            raise DataError("without the data the length of a row is unknown: set data.sequence_length, or give data.path")
+            raise DataError(f"{unknown} the length of a row is unknown: set data.sequence_length, or correct data.path")
         return {
             "vocab_size": config.vocab_size,
             "sequence_length": length,
@@ -115,9 +116,7 @@ class CausalLM(Task):
         sizes = {name: metadata[name] for name in ("vocab_size", "sequence_length")}
         most = configuration.positions(network_config(self._sections.model, **sizes))
         if most and samples.sequence_length > most:
-            raise DataError(
-                f"a row has {samples.sequence_length} tokens, and the model takes at most {most}: lower data.sequence_length"
-            )
+            raise DataError(f"rows have {samples.sequence_length} tokens, the model takes {most}: lower data.sequence_length")
         return samples
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -176,6 +175,10 @@ class CausalLM(Task):
             return []
         tokenizer = store.stored_tokenizer(self._sections.data.path)
         return [] if tokenizer is None else generate.samples(model, batch["input_ids"], tokenizer)
+
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:  # noqa: ARG002
+        """Raise RecipeError: files are not what a language model continues."""
+        raise RecipeError("this is the run of a language model, which continues a text: samerun generate RUN TEXT")
 
     def export_files(self, metadata: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the files with which transformers loads a folder with the weights."""

@@ -20,7 +20,6 @@ from app.errors import RunFolderError
 from app.runs import run_folder
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch import Tensor
 
     from app.tasks.image_classification.data.images import Images
@@ -31,10 +30,7 @@ _IMAGE_SIDE = 72
 """Pixels. 12 images of noise, the worst case for compression, take less than 200 kB."""
 _ALL_PAIRS_CLASSES, _MOST_PAIRS = 100, 1000
 """Up to this many classes every pair of label and prediction is recorded; beyond, only the most frequent mistakes."""
-_NUMBERED_CLASSES = 12
-"""Up to this many classes the confusion matrix has its counts in it."""
 _MOST_MISTAKES = 10
-_SIDE_INCHES = 4.1
 
 
 def write(folder: Path, images: Images, rows: Tensor) -> None:
@@ -91,40 +87,19 @@ class PredictionSummary:
     """Images of the split, and what the model predicted, for the template."""
 
     @property
-    def confusion(self) -> Figure | None:
-        """The confusion matrix: the share of a label's samples, darker where it is more; None if not all counts are known."""
+    def confusion(self) -> list[tuple[str, list[tuple[str, int, float]]]] | None:
+        """Rows of the confusion matrix: a label; each prediction, its samples and their share. None if not all are known."""
         if self.left_out:
             return None
-        from matplotlib.colors import PowerNorm  # here: a training does not need it
-        from matplotlib.figure import Figure
-
-        size = len(self.classes)
-        counts = np.zeros((size, size), np.int64)
-        for pair, count in self.counts.items():
-            counts[pair] = count
-        shares = 100 * counts / counts.sum(1, keepdims=True).clip(1)
-        figure = Figure(figsize=(_SIDE_INCHES, 0.84 * _SIDE_INCHES), layout="constrained")
-        axes = figure.subplots()
-        # The square root shows a mistake of one per cent next to a diagonal of nearly a hundred.
-        image = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=100), interpolation="nearest")
-        if size <= _NUMBERED_CLASSES:
-            for row, column in np.ndindex(size, size):
-                color = "white" if shares[row, column] > 40 else "black"
-                axes.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=7, color=color)
-        ticks = list(range(0, size, -(-size // 16)))
-        names = [self.classes[tick][:14] for tick in ticks]
-        axes.set_xticks(ticks, names, rotation=90, fontsize=8)
-        axes.set_yticks(ticks, names, fontsize=8)
-        axes.set(xlabel="predicted", ylabel="label")
-        bar = figure.colorbar(image, ax=axes, ticks=[0, 1, 5, 10, 25, 50, 100], shrink=0.8)
-        bar.set_label("share of the label's samples (%)", fontsize=8)
-        return figure
-
-    @property
-    def confusion_in_words(self) -> str:
-        """What the confusion matrix shows, for readers who cannot see it."""
-        right = sum(count for (label, predicted), count in self.counts.items() if label == predicted)
-        return f"{len(self.classes)} classes; {right:,} of {sum(self.counts.values()):,} samples are on the diagonal."
+        totals = Counter[int]()
+        for (label, _), count in self.counts.items():
+            totals[label] += count
+        rows = []
+        for label, name in enumerate(self.classes):
+            counts = [self.counts.get((label, predicted), 0) for predicted in range(len(self.classes))]
+            pairs = zip(self.classes, counts, strict=True)
+            rows.append((name, [(said, count, count / (totals[label] or 1)) for said, count in pairs]))
+        return rows
 
     @property
     def frequent_mistakes(self) -> list[tuple[str, str, int]]:

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from app.data.data_files import reading
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.environment.topology import listed
@@ -24,7 +25,7 @@ from app.task import Form, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.image_classification import models, predictions
 from app.tasks.image_classification.data import images
 from app.tasks.image_classification.data.augment import Preparation
-from app.tasks.image_classification.data.decoding import Framing, as_pillow, content_of, decode, resize
+from app.tasks.image_classification.data.decoding import Framing, as_pillow, decode, resize
 from app.tasks.image_classification.data.images import Data, Images
 from app.tasks.image_classification.data.open import download_data, notes_on, open_staged, staged
 from app.tasks.image_classification.sections import CONVNET, Sections
@@ -60,6 +61,15 @@ class ImageClassification(Task):
             data = self._sections.data
             raise DataError(f"data.path={data.path} has no split data.train_split={data.train_split}: correct one of them")
         return self._data.get(split)
+
+    def metadata_without_data(self) -> None:
+        """Raise DataError if data.path is not set: the recipe alone does not define the number of classes."""
+        data = self._sections.data
+        if data.path is None:
+            raise DataError(
+                f"without the images of data.source={data.source} the number of classes is unknown: give data.path, or "
+                f"plan for K classes by data.source=fakedata data.fake_classes=K data.image_size={data.image_size or 'SIDE'}"
+            )
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no images."""
@@ -98,15 +108,9 @@ class ImageClassification(Task):
         channels = metadata["channels"]
         for key, values in (("data.mean", self._sections.data.mean), ("data.std", self._sections.data.std)):
             if len(values) not in (1, channels):
-                raise RecipeError(
-                    f"{key} has {len(values)} values, but images have {channels} channel(s): give one for all, or {channels}"
-                )
-        return models.build(
-            self._sections.model,
-            channels=channels,
-            image_size=tuple(metadata["image_size"]),
-            num_classes=len(metadata["classes"]),
-        )
+                raise RecipeError(f"{key} has {len(values)} values, and images {channels} channel(s): give one or {channels}")
+        size, classes = tuple(metadata["image_size"]), metadata["classes"]
+        return models.build(self._sections.model, channels=channels, image_size=size, num_classes=len(classes))
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:
         """Return two images without content."""
@@ -188,7 +192,9 @@ class ImageClassification(Task):
         height, width = self._facts["image_size"]
         framing = Framing(image_size=height, resize_size=self._sections.data.resize_size)
         for file in inputs:
-            image = decode(content_of(file), channels=self._facts["channels"], name=str(file))
+            with reading(file):
+                content = file.read_bytes()
+            image = decode(content, channels=self._facts["channels"], name=str(file))
             image = framing.fixed(image) if height == width else resize(image, (height, width))
             none = torch.zeros(1, dtype=torch.int64)
             batch = self.preprocess({"images": image[None], "labels": none, "samples": none}, None, form=form)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.errors import DataError
+from app.environment.topology import listed
+from app.errors import DataError, noted
 from app.task import own_part
 
 _OURS = ("samples", "numbers")
@@ -78,7 +79,8 @@ class OwnSamples:
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
         """Return the fields of a batch, each [B, ...]. Raises DataError for what is not that."""
-        fetched = self.given.fetch(indices, draw)
+        with noted(lambda _: f"fetch of {self.what} failed on the samples {listed(indices.tolist(), 8)}"):
+            fetched = self.given.fetch(indices, draw)
         if not isinstance(fetched, Mapping) or not fetched.keys().isdisjoint(_OURS):
             found = f"the fields {', '.join(map(str, fetched))}" if isinstance(fetched, Mapping) else described(fetched)
             raise DataError(
@@ -161,6 +163,12 @@ def evenly(size: int, most: int) -> list[int]:
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, uint8 [n]."""
     return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def shapes(batch: Mapping[str, Any]) -> str:
+    """Return the tensors of a batch, for a message: `x float32 [8, 2], y int64 [8]`."""
+    tensors = {name: it for name, it in batch.items() if isinstance(it, Tensor) and name not in _OURS}
+    return ", ".join(f"{name} {str(it.dtype).removeprefix('torch.')} {list(it.shape)}" for name, it in tensors.items())
 
 
 def described(value: Any) -> str:

@@ -7,12 +7,14 @@ by `ast` (`app/recipe/task_file.py`).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import json
 import numbers
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -26,10 +28,11 @@ from torch.utils import _pytree as pytree
 
 from app.data.draws import Draws
 from app.data.samples import Batch, mapped
-from app.errors import DataError, RecipeError, SamerunError, TrainingError
+from app.distributed import numerics
+from app.errors import DataError, RecipeError, SamerunError, TrainingError, noted
 from app.recipe import task_file
 from app.task import Form, Loss, NeedsData, Scores, Split, Table, Task, Totals, overrides, own_part, two_samples
-from app.tasks.own.own_samples import OwnSamples, check_repeatable, described
+from app.tasks.own.own_samples import OwnSamples, check_repeatable, described, shapes
 
 _RULE = (
     "a loss must call model(...) exactly once and no submodule of it, because under FSDP2 and ZeRO their "
@@ -53,14 +56,28 @@ def task_of(recipe: Any) -> OwnTask:
     path = Path(recipe.task)
     module = _module(path)
     kind, own, read = getattr(module, task_file.TASK), getattr(module, task_file.SECTIONS, None), recipe.sections
-    if own is None:
-        return OwnTask(kind(), name=path.name)
-    kinds = get_type_hints(own)
+    is_made = hasattr(kind, "loss") and not isinstance(kind, type)
+    if is_made or not callable(kind):
+        hint = type(kind).__name__ if is_made else "MyTask"
+        raise RecipeError(f"task in {path.name} is {described(kind)}, but must be a class: write task = {hint}")
+    given = []
+    if own is not None:
+        kinds = get_type_hints(own)
+        try:
+            given = [own(**{it.name: kinds[it.name](**vars(getattr(read, it.name))) for it in fields(read)})]
+        except (ValueError, TypeError, AssertionError) as error:
+            raise RecipeError(f"{error} (says {path.name})") from error
+    takes, name = inspect.signature(kind), getattr(kind, "__name__", task_file.TASK)
     try:
-        sections = own(**{it.name: kinds[it.name](**vars(getattr(read, it.name))) for it in fields(read)})
-    except (ValueError, TypeError, AssertionError) as error:
-        raise RecipeError(f"{error} (says {path.name})") from error
-    return OwnTask(kind(sections), name=path.name)
+        takes.bind(*given)
+    except TypeError:
+        words, has = ("sections", "a") if given else ("", "no")
+        raise RecipeError(
+            f"{name} in {path.name} takes {takes}, but is called as {name}({words}): the file has {has} class Sections. Write "
+            f"def __init__(self{words and ', '}{words})"
+        ) from None
+    with noted(lambda _: f"{name}() in {path.name} failed"):
+        return OwnTask(kind(*given), name=path.name)
 
 
 def sources(task: str) -> dict[str, str]:
@@ -69,14 +86,14 @@ def sources(task: str) -> dict[str, str]:
     Modules that are imported later, such as within a function that has not run yet, are not among them.
     """
     path = Path(task)
-    found = {path.name: path.read_text()}
+    found = {path.name: path}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or name.partition(".")[0] in _OURS or not file.endswith(task_file.ENDING):
             continue
         if Path(file).is_relative_to(path.parent) and "site-packages" not in Path(file).parts:
-            found[str(Path(file).relative_to(path.parent))] = Path(file).read_text()
-    return dict(sorted(found.items()))
+            found[str(Path(file).relative_to(path.parent))] = Path(file)
+    return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in sorted(found.items())}
 
 
 def _module(path: Path) -> ModuleType:
@@ -85,9 +102,7 @@ def _module(path: Path) -> ModuleType:
     above = (*path.absolute().parents, *path.resolve().parents)
     run = next((parent for parent in above if any((parent / name).exists() for name in _RUN_FILES)), None)
     if run is not None:
-        raise RecipeError(
-            f"task is {path}, which is in the run folder {run}: code in a run folder is never executed. Copy it elsewhere"
-        )
+        raise RecipeError(f"task={path} is in the run folder {run}: code in a run folder is never executed. Copy it elsewhere")
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -98,7 +113,8 @@ def _module(path: Path) -> ModuleType:
             f"my_{name.replace('-', '_')}.py"
         )
     try:
-        return importlib.import_module(name)
+        with noted(lambda _: f"{path.name} could not be imported"):
+            return importlib.import_module(name)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _OURS or not ((path.parent / package).exists() or (path.parent / f"{package}.py").exists()):
@@ -161,7 +177,7 @@ class OwnTask(Task):
             raise RecipeError(*problems)
         for method in _UNCHECKED:
             if overrides(self, method):
-                setattr(self, method, getattr(task, method))
+                setattr(self, method, functools.partial(self._call, method))
         self._form = Form()
         self._training: OwnSamples | None = None
 
@@ -191,16 +207,21 @@ class OwnTask(Task):
         if not isinstance(unit, str) or not re.fullmatch("[a-z][a-z0-9_]*", unit):
             yield f'count_unit of {where} is {unit!r}: give the plural of what Loss.count counts, in lower case, as in "tokens"'
 
+    def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        """Return what a method of the user's returns. An error that it raises gets a sentence with the method and the batch."""
+        with noted(lambda error: f"{self._class}.{method} in {self._name} failed{_circumstances(error, args)}"):
+            return getattr(self.of_user, method)(*args, **named)
+
     # Data -------------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
         """Let the task bring its data to this machine. Other processes do not see what it keeps of that."""
         if overrides(self, "prepare_data"):
-            self.of_user.prepare_data()
+            self._call("prepare_data")
 
     def samples(self, split: Split) -> OwnSamples | None:
         """Open a split, and check that its samples are the same each time. Raises DataError if not."""
-        found = self.of_user.samples(split)
+        found = self._call("samples", split)
         if found is None:
             if split == "train":
                 raise DataError(f'{self._class}.samples("train") in {self._name} returned None: training needs samples')
@@ -214,7 +235,7 @@ class OwnTask(Task):
     def adapt_samples(self, samples: Any, metadata: Mapping[str, Any]) -> OwnSamples:
         """Return what the task makes of other samples; if it has no such method, they must have the model's metadata."""
         if overrides(self, "adapt_samples"):
-            adapted = self.of_user.adapt_samples(_given(samples), metadata)
+            adapted = self._call("adapt_samples", _given(samples), metadata)
             return OwnSamples(adapted, what=f"the samples that {self._class}.adapt_samples returned")
         ours, models = (json.dumps(dict(found), sort_keys=True) for found in (samples.facts, metadata))
         if ours != models:
@@ -228,11 +249,11 @@ class OwnTask(Task):
 
     def model(self, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the task's network."""
-        network = self.of_user.model(metadata)
+        network = self._call("model", metadata)
         if not isinstance(network, nn.Module) or next(network.parameters(), None) is None:
-            raise TrainingError(
-                f"{self._class}.model returned {described(network)}, but must return a torch.nn.Module with parameters"
-            )
+            raise TrainingError(f"{self._class}.model returned {described(network)}, not a torch.nn.Module with parameters")
+        if lazy := [name for name, it in network.named_parameters() if isinstance(it, nn.UninitializedParameter)]:
+            raise TrainingError(f"{lazy[0]} of {self._class}.model has no shape yet: give its lazy layer an input size")
         return network
 
     def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:
@@ -241,7 +262,7 @@ class OwnTask(Task):
         Raises NeedsData where the samples are not open, or the task's `preprocess` needs a device.
         """
         if overrides(self, "example"):
-            return self.of_user.example(metadata, form)  # type: ignore[no-any-return]
+            return self._call("example", metadata, form)  # type: ignore[no-any-return]
         if self._training is None:
             raise NeedsData
         with _needs_data(is_trial=True):
@@ -257,21 +278,21 @@ class OwnTask(Task):
                 batch = {name: field[:size] for name, field in batch.items()}
         if not overrides(self, "preprocess"):
             return batch
-        ready = self.of_user.preprocess(batch, rng)
+        ready = self._call("preprocess", batch, rng)
         if not isinstance(ready, Mapping):
             raise TrainingError(f"{self._class}.preprocess returned {described(ready)}, but must return the batch, a dict")
         return {**ready, "samples": batch["samples"], "numbers": batch["numbers"]}
 
     def count(self, batch: Batch) -> int | float | Tensor:
         """Return the task's count of a batch."""
-        return _number(self.of_user.count(batch), what=f"what {self._class}.count returned")  # type: ignore[no-any-return]
+        return _number(self._call("count", batch), what=f"what {self._class}.count returned")  # type: ignore[no-any-return]
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the task's loss, which has called the model once. Raises NeedsData if it cannot do without numbers."""
         of = f"{self._class}.loss"
         proxy = ModelProxy(model, self._form, caller=of)
         with _needs_data(is_trial=batch["samples"].is_meta):
-            found = self.of_user.loss(proxy, batch)
+            found = self._call("loss", proxy, batch)
             if not isinstance(found, Loss):
                 raise TrainingError(
                     f"{of} returned {described(found)}, but must return Loss(mean, count) of samerun: the mean over the "
@@ -303,7 +324,7 @@ class OwnTask(Task):
                 found = {name: (torch.zeros_like(total), torch.zeros_like(of)) for name, (total, of) in found.items()}
             return Scores(found)
         of = f"{self._class}.metrics"
-        found = self.of_user.metrics(ModelProxy(model, self._form, caller=of), batch, valid)
+        found = self._call("metrics", ModelProxy(model, self._form, caller=of), batch, valid)
         if not isinstance(found, Scores) or (found.rows is not None and len(found.rows) != len(valid)):
             raise TrainingError(
                 f"{of} returned {described(found)}, but must return Scores({{name: (sum, count)}}) of samerun, over the valid "
@@ -316,9 +337,9 @@ class OwnTask(Task):
         return Scores(sums, None if found.rows is None else found.rows.detach().double().view(len(valid), -1))
 
     def try_metrics(self, model: nn.Module, batch: Batch, form: Form) -> None:
-        """Score a batch before the first step, instead of finding out after an epoch what is wrong with the task's metrics.
+        """Score a batch before the first step, instead of finding out after an epoch what is wrong with metrics or loss.
 
-        All of it is declared padding, which must not count. All ranks call it. Raises TrainingError.
+        For metrics all of it is declared padding, which must not count. All ranks call it. Raises TrainingError.
         """
         was_training = model.training
         model.eval()
@@ -327,7 +348,7 @@ class OwnTask(Task):
             scores = self.metrics(model, ready, torch.zeros_like(batch["samples"], dtype=torch.bool))
         model.train(was_training)
         reduces = overrides(self, "reduce_metrics")
-        for name, sums in scores.sums.items():
+        for name, sums in scores.sums.items() if overrides(self, "metrics") else ():
             if any(part.any() for part in sums[: 1 if reduces else 2]):  # NaN is not 0
                 raise TrainingError(
                     f"{self._class}.metrics counts padding: for a batch with valid=False everywhere, the sum and count of "
@@ -341,7 +362,7 @@ class OwnTask(Task):
     def reduce_metrics(self, sums: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
         """Return what the task makes of the sums, or the mean of each."""
         if overrides(self, "reduce_metrics"):
-            found = self.of_user.reduce_metrics(sums, rows)
+            found = self._call("reduce_metrics", sums, rows)
             named, tables = found if isinstance(found, tuple) else (found, {})
             scores = {name: float(score) for name, score in named.items()}
         else:
@@ -362,11 +383,21 @@ class OwnTask(Task):
     def generate_samples(self, model: Callable[..., Any], batch: Batch) -> Sequence[tuple[str, str]]:
         """Return the task's titles and texts."""
         proxy = ModelProxy(model, self._form, caller=f"{self._class}.generate_samples")
-        return self.of_user.generate_samples(proxy, batch)  # type: ignore[no-any-return]
+        return self._call("generate_samples", proxy, batch)  # type: ignore[no-any-return]
 
     def write_outputs(self, folder: Path, samples: Any, rows: Tensor) -> None:
         """Let the task write its files."""
-        self.of_user.write_outputs(folder, _given(samples), rows)
+        self._call("write_outputs", folder, _given(samples), rows)
+
+
+def _circumstances(error: BaseException, args: Sequence[Any]) -> str:
+    """Return the split or batch that a method was called with, and the layer of the model in which it failed."""
+    kind = "a training" if torch.is_grad_enabled() else "an evaluation"
+    on = [f" for {it!r}" for it in args if isinstance(it, str)]
+    on += [f" on {kind} batch ({shapes(it)})" for it in args if isinstance(it, Mapping) and "samples" in it]
+    model = next((it._model for it in args if isinstance(it, ModelProxy)), None)
+    layer = numerics.layer_in([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1], model)
+    return "".join(on) + (f", in the layer {layer[0]}: {layer[1]}" if layer and layer[0] else "")
 
 
 @contextmanager

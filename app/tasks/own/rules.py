@@ -7,19 +7,26 @@ a training pass over four samples does, without the backward pass.
 
 from __future__ import annotations
 
+import linecache
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import app
 from app.data.draws import Draws
 from app.data.loader import Fetching, batches_of
 from app.data.samples import Batch
+from app.distributed import numerics
 from app.distributed.model_preparation import batchnorms
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
@@ -133,12 +140,22 @@ def check(
                 "Outside that call FSDP2 and ZeRO have only shards of the weights, and DDP sees no other call. Do everything "
                 "that needs weights in `forward`.",
             )
+        fields = {name: it for name, it in whole.items() if isinstance(it, Tensor) and it.is_floating_point()}
+        if first_pass.loss.mean.isnan() and (bad := [name for name, it in fields.items() if it.isnan().any()]):
+            raise TrainingError(
+                f"the first loss is nan, and so are numbers in {' and '.join(bad)} of its batch (samples "
+                f"{listed(whole['samples'].tolist())}): correct the data, or replace what is missing in `preprocess`"
+            )
         found = [forward(part) for part in reversed(halves)][::-1]
         before = found[0] if found else first_pass
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         again = forward(halves[0] if halves else numbers)
     _check_leaves(model, first_pass, again)
     _check_state(model, buffers, before.loss, again.loss, tolerance=tolerance)
+    if first_pass.draws:
+        batch = ready(numbers)
+        with eager, autocast, _FirstDraw(model, batch, dropout):
+            _forward(task, model, batch, dropout)
     if first_pass.draws and plan.passes * tensor_parallel > 1:  # else a note reports it
         raise TrainingError(dropout.said_of_others(plan, parts=tensor_parallel))
     dropout.compare(first_pass.rows, [one.rows for one in found])
@@ -200,6 +217,36 @@ def _generators(batch: Batch) -> list[Tensor]:
     """Return the states of torch's generators that a pass over the batch may draw from."""
     device, host = batch["samples"].device, torch.get_rng_state()
     return [host] if device.type == "cpu" else [host, torch.get_device_module(device).get_rng_state(device)]
+
+
+class _FirstDraw(TorchDispatchMode):
+    """Finds the line and the layer in which a pass first draws from torch's generators, and tells `dropout`."""
+
+    def __init__(self, model: nn.Module, batch: Batch, dropout: PassDraws) -> None:
+        super().__init__()
+        self._model, self._batch, self._dropout = model, batch, dropout
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation."""
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags and not self._dropout.drawn
+        before = _generators(self._batch) if may_draw else []
+        found = func(*args, **(kwargs or {}))
+        if may_draw and not all(map(torch.equal, before, _generators(self._batch))):
+            self._explain([frame for frame, _ in traceback.walk_stack(None)])
+        return found
+
+    def _explain(self, frames: Sequence[FrameType]) -> None:
+        libraries = tuple(str(Path(str(it.__file__)).parent) for it in (torch, app))
+        caller = next(frame for frame in frames if not frame.f_code.co_filename.startswith(libraries))
+        file, line = caller.f_code.co_filename, caller.f_lineno
+        self._dropout.drawn = f"`{linecache.getline(file, line).strip()}` in line {line} of {file}"
+        if layer := numerics.layer_in(frames, self._model):
+            name, module = layer
+            self._dropout.drawn += f", in {name and 'the layer '}{name or 'the model'}, a {type(module).__name__}"
+            of_model = getattr(getattr(module, "config", None), "__dict__", {})  # of transformers: other layers' dropout, too
+            settings = {**{key: it for key, it in of_model.items() if "att" in key}, **vars(module)}.items()
+            on = [f"{key} (now {it:g})" for key, it in settings if "drop" in key and isinstance(it, float) and it > 0]
+            self._dropout.remedy = " and ".join(on)
 
 
 def _leaves(loss: Tensor) -> dict[int, Tensor]:

@@ -107,8 +107,8 @@ def test_the_command_reads_stdin(llama: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_full_window_is_reported(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(llama), "x" * 60, "--temperature", "0"]) == 0
-    assert "note: at most 4 tokens will be generated: the model takes 64, and the text has 60" in capsys.readouterr().err
-    with pytest.raises(DataError, match="the text has 64 tokens, and the model takes 64 including generated ones: shorten"):
+    assert "note: only 4 tokens follow: the model takes 64, and the text has 60" in capsys.readouterr().err
+    with pytest.raises(DataError, match="the text has 64 tokens, and the model takes 64 with generated ones: shorten"):
         generate.main([str(llama), "x" * 64])
 
 
@@ -131,10 +131,12 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "has no config.json of a language model: give a finished run, " in refused(tmp_path / "none")
+    (tmp_path / "model.json").write_text("{}")
+    assert "it is the finished run of another task. `samerun predict" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert f"transformers cannot load the model of {tmp_path}: " in refused(tmp_path)
     gpt2 = save_network(tmp_path / "gpt2", "gpt2")
-    assert f"{gpt2} has no tokenizer: copy the files of the tokenizer used for training there" in refused(gpt2)
+    assert f"{gpt2} has no tokenizer: copy tokenizer.json and tokenizer_config.json" in refused(gpt2)
     (gpt2 / "tokenizer.json").write_text("{")
     assert f"transformers cannot load the tokenizer of {gpt2}: " in refused(gpt2)
     with pytest.raises(DeviceError, match="--device moon is not available: "):

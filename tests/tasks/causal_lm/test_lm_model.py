@@ -119,10 +119,14 @@ def test_documents_that_begin_anew_do_not_see_each_other() -> None:
         ({"settings": {"rms_norm_epsilon": 1e-5}}, "model.settings has rms_norm_epsilon, which this architecture does not"),
         ({"settings": {"rms_norm_eps": "wide"}}, "model.*: transformers refuses this llama:"),
         ({"vocab_size": 50}, "model.vocab_size is 50, and the tokenizer has 97"),
-        ({"positions": 16}, "a row has 24 tokens, and the model takes at most 16 (model.positions)"),
+        ({"positions": 16}, "rows have 24 tokens, more than model.positions, 16"),
         ({"dropout": 0.1}, "model.dropout is 0.1, and llama has no such dropout"),
         ({"architecture": "gpt2", "key_value_heads": 2}, "model.key_value_heads is 2, and gpt2 has no such setting"),
-        ({"architecture": "gemma2", "head": "chunked"}, "model.head is chunked, which does not work for gemma2"),
+        ({"architecture": "gemma2", "head": "chunked"}, "not for gemma2: set auto or whole"),
+        (
+            {"lora_rank": 2, "lora_targets": ("o_proj", "q_prj")},
+            "model.lora_targets has q_prj, and no layer",
+        ),
         ({"attention": "flash_attention_2"}, "transformers refuses a llama with model.attention=flash_attention_2"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ REFUSED: list[tuple[list[str], type[Exception], str]] = [
     (["--validation", "0.01", "--validation-source", "b"], UsageError, "--validation uses training documents, and --valid"),
     (["--sequence-length", "9"], UsageError, "--sequence-length is for packed rows"),
     (["--prompts"], DataError, "line 1: the row has the columns 'text', neither prompt and completion nor messages"),
-    (["--validation", "0.01"], DataError, "the split validation would be empty: there are 2 documents in total"),
+    (["--validation", "0.01"], DataError, "the split validation would be empty: there are 2 documents that can be used"),
 ]
 
 
@@ -107,6 +108,25 @@ def test_what_cannot_be_tokenized_is_refused(tmp_path: Path, options: list[str],
     with pytest.raises(error, match=text):
         main([*command, *options])
     assert not (tmp_path / "out").exists()
+
+
+WITHOUT_TEXT: list[tuple[str, str | None, str]] = [
+    ("a.txt", "", r"a\.txt is empty: give other sources"),
+    ("a.txt", " \n", r"there are 0 documents that can be used, 1 empty documents left out"),
+    ("a.json", '[\n  {"text": "one"}\n]\n', r"a\.json is indented JSON, .* `jq -c '\.\[\]'`"),
+    ("a.txt", None, r"a\.txt cannot be read \(it is a pipe, "),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "text"), WITHOUT_TEXT)
+def test_a_file_without_text_is_called_what_it_is(tmp_path: Path, name: str, content: str | None, text: str) -> None:
+    (folder := tmp_path / "in").mkdir()
+    if content is None:
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(DataError, match=text):
+        main(["tokenize", str(folder), "--out", str(tmp_path / "out"), "--workers", "1"])
 
 
 def test_inspect_uses_the_task_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,5 +118,5 @@ def test_what_is_no_tokenizer_is_refused(byte_level: Path, tmp_path: Path) -> No
             open_tokenizer(name)
         assert "\n" not in str(raised.value)
     nameless = in_folder(tmp_path / "nameless", {"tokenizer.json": (byte_level / "tokenizer.json").read_bytes()})
-    with pytest.raises(DataError, match="has no end-of-text token"):
+    with pytest.raises(DataError, match=r"has no end-of-text token: set eos_token in .*<\|endoftext\|>"):
         open_tokenizer(str(nameless))

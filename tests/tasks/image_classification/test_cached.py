@@ -158,5 +158,8 @@ def test_variables_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         staged(recipe("mnist", "$NO_SUCH/x"))
     with pytest.raises(DataError, match=r"elsewhere is not a file or folder here, so it cannot be copied"):
         staged(recipe("mnist", tmp_path / "elsewhere", stage_to="x"))
+    (tmp_path / "data/loop").symlink_to("loop")
+    with pytest.raises(DataError, match=r"data/loop cannot be read \(Too many levels of symbolic links\); remove it"):
+        staged(recipe("mnist", tmp_path / "data", stage_to="x"))
     with pytest.raises(RecipeError, match=r"data\.stage_to is x, but data\.path"):
         staged(recipe("digits", stage_to="x"))

@@ -58,7 +58,7 @@ def test_a_pack_holds_the_same_samples(
 ) -> None:
     size = ["data.image_size=16", "data.resize_size=20", "augment.resized_crop_min_area=null"]
     out, packing = str(tmp_path / "out"), size[:2] if kind == "arrays" else []
-    assert main(["pack", str(image_folder), *packing, "--to", kind, "--out", out, "--processes", "1"]) == 0
+    assert main(["pack", str(image_folder), *packing, "--to", kind, "--out", out, "--workers", "1"]) == 0
     keys = capsys.readouterr().out.split(" with ")[1].split()
     assert recipe_of([str(out)]).sections.data.source == {"parquet": "huggingface"}.get(kind, kind)
     packed = open_data(recipe_of(["imagefolder", *keys, *(WHOLE if kind == "arrays" else size)]).sections)
@@ -69,7 +69,7 @@ def test_a_pack_holds_the_same_samples(
 
 def test_pixels_become_images_and_arrays_keep_their_fingerprint(tmp_path: Path) -> None:
     for kind in ("arrays", "webdataset"):
-        main(["pack", "digits", "--to", kind, "--out", str(tmp_path / kind), "--processes", "1"])
+        main(["pack", "digits", "--to", kind, "--out", str(tmp_path / kind), "--workers", "1"])
     before, after = (open_data(recipe_of([name, *WHOLE]).sections) for name in ("digits", str(tmp_path / "arrays")))
     assert [split.fingerprint for split in before.values()] == [split.fingerprint for split in after.values()]
     images, _ = everything(before["test"])
@@ -83,15 +83,16 @@ def test_a_failed_pack_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--max-side is for formats that hold files"):
         main(["pack", str(folder), "--to", "arrays", "--max-side", "9", "--out", str(tmp_path / "new")])
     (folder / "train/cat/0.jpg").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"^sample 6 cannot be read as an image"):
-        main(["pack", str(folder), "--to", "hdf5", "--out", str(tmp_path / "new"), "--max-side", "9"])
+    for words in (["hdf5", "--max-side", "9"], ["webdataset"]):
+        with pytest.raises(DataError, match=rf"^{folder}/train/cat/0\.jpg cannot be read as an image"):
+            main(["pack", str(folder), "--out", str(tmp_path / "new"), "--to", *words])
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
 def test_a_pack_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     write_black(tmp_path / "idx", 300_000)
     # So many that it is still at work when it is killed: all are read by two processes and written by one.
-    command = ["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out"), "--processes", "2"]
+    command = ["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out"), "--workers", "2"]
     packing = FORK.Process(target=main, args=(command,))
     packing.start()
     readers: list[psutil.Process] = []
@@ -109,7 +110,7 @@ def test_a_pack_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path
 def test_inspect_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "images")
     (folder / "train/bee/3.png").write_bytes(b"no image")
-    assert main(["inspect", str(folder), "--all", "--json", "--processes", "2"]) == DataError.exit_code
+    assert main(["inspect", str(folder), "--all", "--json", "--workers", "2"]) == DataError.exit_code
     facts = json.loads(capsys.readouterr().out)
     train, test = facts["train"], facts["test"]
     assert (train["samples"], test["samples"], train["classes"], "validation" in facts) == (10, 9, 3, False)
@@ -124,9 +125,15 @@ def test_inspect_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.testing.assert_allclose(test["mean"], mean, atol=2e-4)
     np.testing.assert_allclose(test["std"], std, atol=2e-4)
     assert train["fingerprint"] == open_data(recipe_of([str(folder)]).sections)["train"].fingerprint
-    (folder / "train/bee/3.png").unlink()
-    assert main(["inspect", str(folder)]) == 0
-    assert f"data.source=imagefolder data.path={folder}\n" in capsys.readouterr().out
+    (folder / "train/bee/3.png").rename(folder / "train/bee/3\n.png")
+    assert main(["inspect", str(folder), "--all"]) == DataError.exit_code
+    assert rf"{folder}/train/bee/3\n.png cannot be read" in capsys.readouterr().out
+    (folder / "train/bee/3\n.png").unlink()
+    for path in (folder, folder / "train"):  # class folders alone are a training split
+        assert main(["inspect", str(path)]) == 0
+        assert f"data.source=imagefolder data.path={path}\n" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"train/bee contains images, and no class folders: put each .*/bee/<class>/"):
+        main(["inspect", str(folder / "train/bee")])
 
 
 def die_at_5(piece: range) -> list[int]:

@@ -245,6 +245,11 @@ def of_other_classes(root: Path) -> None:
     (root / "test/ant").rename(root / "test/cow")
 
 
+def with_a_pipe(root: Path) -> None:
+    write_folder(root)
+    os.mkfifo(root / "train/ant/z.png")
+
+
 def with_an_empty_class(root: Path) -> None:
     write_folder(root)
     for split in ("train", "test"):
@@ -255,11 +260,12 @@ def with_an_empty_class(root: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "keys", "sentence"),
     [
-        (Path.exists, {}, r"{0}/train cannot be read \(No such file or directory\); .* data\.train_split"),
-        (write_folder, {"test_split": "nope"}, r"{0}/nope cannot be read .* data\.test_split is its name"),
+        (Path.exists, {}, r"{0}/train cannot be read \(No such file or directory\); .*\(data\.train_split is its"),
+        (write_folder, {"test_split": "nope"}, r"{0}/nope cannot be read .*\(data\.test_split is its name\)"),
         (write_folder, {"image_size": None}, r"sample 1 of {0}/train is 31x47 pixels .* is 40x30 .* set data\.image_size"),
         (lambda root: (root / "train").mkdir(), {}, r"{0}/train contains no class folders"),
-        (of_other_classes, {}, r"two splits have different classes: ant only in {0}/train; cow only in {0}/test; give"),
+        (of_other_classes, {}, r"two splits have different classes: 'ant' only in {0}/train; 'cow' only in {0}/test; give"),
+        (with_a_pipe, {}, r"{0}/train/ant/z\.png is a pipe or a device; replace or remove it"),
         (with_an_empty_class, {}, r"{0}/train: there are no images in the class folder\(s\) dog; .* 1 file .*: 1 \.txt"),
     ],
 )

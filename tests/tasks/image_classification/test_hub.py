@@ -188,6 +188,10 @@ def imaged(*values: object) -> DatasetDict:
         (table({"image": [], "label": []}, features=IMAGES), r"^data\.path=.* cannot be opened: a split has no samples$"),
         (imaged("a"), r"^data\.image_column=image: .* holds string in that column, not images"),
         (imaged(*pixels(2), None), r"^sample 2 of the train split of \S+ has no image; remove it\. `samerun data check` lists"),
+        (
+            table({"image": [{"size": 3}], "label": [0]}),
+            r"^sample 0 of .* has no image: none is in bytes or path of",
+        ),
         (imaged([[1, 256], [3, 4]]), r"^sample 0 of .* is an array of int64 \[1, 2, 2\] with 1\.\.256; store"),
     ],
 )

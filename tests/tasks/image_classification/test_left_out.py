@@ -43,7 +43,7 @@ def test_damaged_files_are_listed_and_left_out_as_if_deleted(
     assert f"unreadable: {BAD[0]}: {folder / BAD[0]} cannot be read as an image (UnidentifiedImageError" in output
     assert f"unreadable: {BAD[1]}: {folder / BAD[1]} cannot be read (No such file or directory)" in output
     assert "4 cannot be read: repair them, or list them in a file for data.leave_out (--write FILE)" in output
-    assert main(["check", "--recipe", str(folder), *KEYS, "--processes", "2", "--write", str(file)]) == 0
+    assert main(["check", "--recipe", str(folder), *KEYS, "--workers", "2", "--write", str(file)]) == 0
     assert names_in(file) == BAD
     rest = opened("imagefolder", folder, leave_out=str(file))
     shutil.copytree(folder, tmp_path / "mended", symlinks=True)
@@ -84,6 +84,13 @@ def test_what_cannot_be_left_out_is_named(folder: Path, tmp_path: Path) -> None:
     assert 'data.source is "digits": leave_out is for imagefolder, huggingface' in problem
     with pytest.raises(RecipeError, match=r"--write makes a file for data\.leave_out, a key of image_classification, and"):
         main(["check", "--recipe", "lm_tiny", "--write", str(file)])
+    (folder / "train/ant/7\n.png").write_bytes(b"no image")
+    for place, sentence in (
+        (tmp_path / "no" / "file", "cannot be written"),
+        (file, r"'train/ant/7\\n\.png' has a line break"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            main(["check", str(folder), *KEYS, "--write", str(place)])
 
 
 @pytest.mark.usefixtures("own_imports")

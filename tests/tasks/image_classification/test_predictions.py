@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -100,14 +101,13 @@ def write_counts(folder: Path, *, num_classes: int) -> Path:
 
 
 def test_the_page_has_the_confusion_matrix(digits_run: Path, tmp_path: Path) -> None:
-    few, many = (predictions.read(write_counts(tmp_path / str(size), num_classes=size)) for size in (8, 30))
+    few = predictions.read(write_counts(tmp_path / "few", num_classes=8))
     assert few.frequent_mistakes == [("c6", "c7", 3)]
-    assert [text.get_text() for text in few.confusion.axes[0].texts][6 * 8 :][:8] == ["0"] * 7 + ["3"]
-    assert len(many.confusion.axes[0].texts) == 0
+    assert few.confusion[6] == ("c6", [*((f"c{said}", 0, 0.0) for said in range(7)), ("c7", 3, 1.0)])
     folder = Path(shutil.copytree(digits_run, tmp_path / "run", ignore=shutil.ignore_patterns("test_predictions")))
     html, complaints = report.render(past_run.read(write_counts(folder, num_classes=30)), now=0.0)
     assert complaints == []
-    assert "30 classes; 91 of 105 samples are on the diagonal." in html
+    assert len(re.findall(r'title="c\d+ taken for c\d+: [34] \(100.0 %\)"', html)) == 30
 
 
 def test_damaged_counts_are_refused(tmp_path: Path) -> None:

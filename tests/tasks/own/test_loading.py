@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,28 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
     shutil.copy(recipe.parent / "line.py", recipe.parent / name)
     with pytest.raises(RecipeError, match=r"Give the file another name, such as my_"):
         tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("task = Line\n", "task = Line(Sections())\n", "task in line.py is a Line, but must be a class: write task = Line"),
+        (
+            "(self, sections)",
+            "(self)",
+            "Line in line.py takes (), but is called as Line(sections): the file has a class",
+        ),
+        (
+            "class Sections",
+            "class Other",
+            "Line in line.py takes (sections), but is called as Line(): the file has no class",
+        ),
+    ],
+)
+def test_what_makes_no_task_is_refused_in_a_sentence(recipe: Path, before: str, after: str, said: str) -> None:
+    (recipe.parent / "line.py").write_text(LINE.replace(before, after))
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        tasks.of(load(str(recipe)).recipe)
 
 
 def test_a_package_of_the_user_that_has_a_name_of_ours_is_named(recipe: Path) -> None:

@@ -51,12 +51,14 @@ INIT = """
     def loss("""
 
 
-def trained(folder: Path, *words: str, preset: str = "cpu", weights: str = "", loss: str = "mean", init: str = "") -> Finished:
+def trained(
+    folder: Path, *words: str, preset: str = "cpu", weights: str = "", loss: str = "mean", init: str = "", name: str = "run"
+) -> Finished:
     text = TASK.replace("WEIGHTS", weights).replace("LOSS", loss)
     (folder / "line.py").write_text(text.replace("\n    def loss(", init) if init else text)
     (folder / "line.yaml").write_text(RECIPE)
     processes = 1 if preset == "cpu" else 2
-    return train(preset, folder / "run", "--recipe", str(folder / "line.yaml"), *words, processes=processes)
+    return train(preset, folder / name, "--recipe", str(folder / "line.yaml"), *words, processes=processes)
 
 
 def assert_refused(finished: Finished, *said: str) -> None:
@@ -89,7 +91,7 @@ def test_weights_of_a_file_are_finite_or_named_and_masks_may_be_infinite(tmp_pat
     weights = load_file(tmp_path / "run" / "model.safetensors")
     weights["0.bias"][3] = torch.nan
     save_file(weights, tmp_path / "nan.safetensors")
-    bad = trained(tmp_path, f"train.init_from={tmp_path}/nan.safetensors", "--run-dir", f"{tmp_path}/other", weights=mask)
+    bad = trained(tmp_path, f"train.init_from={tmp_path}/nan.safetensors", name="other", weights=mask)
     assert_refused(bad, f"TrainingError: the initial weights from {tmp_path}/nan.safetensors contain nan, in 0.bias")
 
 
@@ -108,6 +110,6 @@ def test_a_run_of_skipped_steps_only_has_failed(tmp_path: Path) -> None:
 def test_a_resumed_run_with_steps_that_were_taken_has_not_failed(tmp_path: Path) -> None:
     trained(tmp_path, "checkpoint.every_steps=4").check()
     step = tmp_path / "run" / "checkpoints" / "step-00000004"
-    words = ("--resume", str(step), "--run-dir", str(tmp_path / "rest"), "--changed-task")
-    trained(tmp_path, *words, loss="mean + (mean * 0).sqrt()").check()
+    words = ("--resume", str(step), "--changed-task")
+    trained(tmp_path, *words, loss="mean + (mean * 0).sqrt()", name="rest").check()
     assert read(tmp_path / "rest" / "result.json")["steps"] == 5

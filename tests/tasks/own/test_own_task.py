@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.data.draws import Draws
-from app.errors import DataError, RecipeError, TrainingError
+from app.errors import DataError, RecipeError, TrainingError, short_traceback
 from app.task import Form, Loss, NeedsData, Samples, Scores, overrides
 from app.tasks.own.own_task import OwnTask
 
@@ -97,6 +97,53 @@ def test_without_a_score_the_loss_is_one_and_padding_has_no_part_in_it(numbers: 
         assert task.reduce_metrics(scores.sums, None)[0] == pytest.approx(
             {"loss": errors.item() / len(real), "largest": X[real].amax(1).mean().item()}
         )
+
+
+def least_squares(self: Any, model: Any, batch: Any) -> Loss:
+    return Loss(F.l1_loss(model(batch["x"][:, :3]), batch["y"]))
+
+
+def penalized(self: Any, model: Any, batch: Any) -> Loss:
+    found = model(inputs := batch["x"].requires_grad_())
+    (slopes,) = torch.autograd.grad(found.sum(), inputs, create_graph=True)
+    return Loss(F.l1_loss(found, batch["y"]) + slopes.square().mean())
+
+
+@pytest.mark.parametrize(
+    ("methods", "frames", "last"),
+    [
+        (
+            {"loss": least_squares},
+            ["least_squares", "forward"],
+            "Mine.loss in my_task.py failed on a training batch (x float64 [2, 4], y float64 [2]), in the layer 0: "
+            "Linear(in_features=4, out_features=3, bias=True)",
+        ),
+        (
+            {"loss": penalized},
+            ["penalized", "_engine_run_backward"],
+            "Mine.loss in my_task.py failed on an evaluation batch (x float64 [2, 4], y float64 [2])",
+        ),
+        (
+            {"metrics": lambda self, model, batch, valid: batch["z"]},
+            ["<lambda>"],
+            "Mine.metrics in my_task.py failed on an evaluation batch (x float64 [2, 4], y float64 [2])",
+        ),
+        ({"samples": lambda self, split: {}[split]}, ["<lambda>"], "Mine.samples in my_task.py failed for 'train'"),
+    ],
+)
+def test_an_error_in_the_users_code_has_a_short_traceback_and_a_sentence(
+    methods: dict[str, Any], frames: list[str], last: str
+) -> None:
+    task, batch = with_(**methods), batch_of([0, 1])
+    with pytest.raises((RuntimeError, KeyError)) as raised:  # noqa: PT012
+        task.samples("train")
+        task.loss(task.model({}), batch)
+        task.try_metrics(task.model({}), batch, Form())
+    test, *lines = short_traceback(raised.value).split("  File ")[1:]
+    assert "in test_an_error_in" in test
+    assert [line.splitlines()[0].rpartition(" in ")[2] for line in lines] == frames
+    assert lines[-1].endswith(f"\n{last}\n")
+    assert short_traceback(DataError("ours")) == "app.errors.DataError: ours\n"
 
 
 def test_scores_of_a_task_are_made_whole() -> None:
@@ -199,7 +246,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: with_(preprocess=lambda self, batch, rng: None).preprocess(BATCH, None, form=Form()),
         "Mine.preprocess returned None, but must return the batch, a dict",
     ),
-    "model": (lambda: with_(model=lambda self, metadata: nn.ReLU()).model({}), "Mine.model returned a ReLU, but must return a"),
+    "model": (
+        lambda: with_(model=lambda self, metadata: nn.ReLU()).model({}),
+        "Mine.model returned a ReLU, not a torch.nn.Module with parameters",
+    ),
+    "lazy": (lambda: with_(model=lambda self, metadata: nn.LazyLinear(1)).model({}), "weight of Mine.model has no shape yet"),
     "metrics": (lambda: scoring(lambda found, valid: {}).metrics(len, BATCH, VALID), "returned a dict, but must return Scores"),
     "rows": (
         lambda: scoring(lambda found, valid: Scores({}, torch.zeros(4))).metrics(len, BATCH, VALID),

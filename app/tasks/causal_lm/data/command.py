@@ -42,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def _tokenize(argv: Sequence[str]) -> str:
     options = _tokenize_parser().parse_all(argv)
     if options.sequence_length and not (options.pack or options.prompts):
-        raise UsageError(
-            "--sequence-length is for packed rows (--pack, --prompts); for other rows set data.sequence_length in the recipe"
-        )
+        raise UsageError("--sequence-length is for packed rows (--pack, --prompts): else set data.sequence_length in a recipe")
     from app.tasks.causal_lm.data import token_writer
 
     source_options, sources = _sources(options)
@@ -82,13 +80,11 @@ def _sources(options: argparse.Namespace) -> tuple[texts.SourceOptions, Mapping[
 
 
 def _tokenize_parser() -> Parser:
-    parser = Parser(
-        prog="samerun data tokenize", description="Tokenize text, or prompts and answers, into a token folder.", epilog=_SOURCES
-    )
+    parser = Parser("data tokenize", "Tokenize text, or prompts and answers, into a token folder.", epilog=_SOURCES)
     add = parser.add_argument
     add("sources", nargs="+", metavar="SOURCE", help="where the text is; see below")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to create; existing files are never replaced")
-    add("--tokenizer", default="bytes", metavar="bytes|FOLDER|NAME", help="bytes, a folder, or a hub name (default: bytes)")
+    add("--out", type=Path, required=True, metavar="PATH", help="folder to create; existing files are never replaced")
+    add("--tokenizer", default="bytes", metavar="bytes|NAME|PATH", help="bytes, a folder, or a hub name (default: bytes)")
     add("--tokenizer-revision", metavar="COMMIT", help="commit, branch or tag of a hub tokenizer")
     add("--column", metavar="NAME", help="column with the text (default: text); with --prompts the column with the messages, "
         "or PROMPT,COMPLETION (default: whichever usual names are there)")  # fmt: skip
@@ -114,14 +110,12 @@ def _tokenize_parser() -> Parser:
 
 
 def _inspect(argv: Sequence[str]) -> str:
-    parser = Parser(
-        prog="samerun data inspect", description="Show what a token folder contains: its splits, lengths and rows as text."
-    )
+    parser = Parser("data inspect", "Show what a token folder contains: its splits, lengths and rows as text.")  # fmt: skip
     add = parser.add_argument
-    what = "FOLDER|--recipe RECIPE [key=value ...]"
-    add("words", nargs="+", metavar=what, help="a token folder, or a recipe that trains on one")
+    add("words", nargs="+", metavar="RECIPE|PATH", help="recipe (also as --recipe NAME) that trains on a token folder, or the "
+        "folder; and recipe values, key=value")  # fmt: skip
     add("--split", default="train", choices=store.SPLITS, help="split to show rows of (default: train)")
-    add("--row", type=not_negative, metavar="NUMBER", help=f"row to show (default: {_SHOWN_ROWS} rows, evenly spaced)")
+    add("--row", type=not_negative, metavar="N", help=f"row to show (default: {_SHOWN_ROWS} rows, evenly spaced)")
     add("--all", action="store_true", help="read every file of a token folder and verify its checksum")
     options = parser.parse_all(argv)
     overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
@@ -178,9 +172,7 @@ def _opened(source: str, overrides: Sequence[str]) -> tuple[dict[str, Rows], str
         data_path = data_path and text_files.filled_in("data.path", data_path)
         samples = {split: task.samples(split) for split in store.SPLITS}
         opened = {split: (it.split, it.sequence_length) for split, it in samples.items() if it is not None}
-    rows = {
-        split: Rows(tokens, length, document_masks=True) for split, (tokens, length) in opened.items() if tokens is not None
-    }
+    rows = {name: Rows(tokens, length, document_masks=True) for name, (tokens, length) in opened.items() if tokens is not None}
     return rows, data_path
 
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from app.data.data_files import reading
 from app.errors import DataError
 from app.files import text_files
 from app.files.atomic_files import sha256_of
@@ -162,15 +163,13 @@ def _opened(folder: Path, split: str, stored: Mapping[str, Any], entry: Mapping[
 
 
 def _check_file(path: Path, written: Mapping[str, Any]) -> None:
-    try:
+    with reading(path, _AGAIN):
         size = path.stat().st_size
         if size != written["bytes"]:
             raise DataError(
                 f"{path} has {size} bytes instead of {written['bytes']}: it is truncated, or another file; {_AGAIN}"
             )
         blocks = blocks_digest(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); {_AGAIN}") from None
     if blocks != written["blocks"]:
         raise DataError(f"{path} has changed since it was written; {_AGAIN}")
 

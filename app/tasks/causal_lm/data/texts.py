@@ -22,11 +22,14 @@ from app.data.data_files import (
     check_columns,
     check_complete,
     check_names,
-    damaged_file_error,
+    first_line,
     is_compressed,
     open_decompressed,
+    reading,
+    regular_file,
     walk,
 )
+from app.environment.topology import listed
 from app.errors import DataError, UsageError
 from app.files import other_libraries
 
@@ -106,7 +109,9 @@ def find(sources: Sequence[str], options: SourceOptions) -> Texts:
         for name in ("config", "revision", "split"):
             if (value := getattr(options, name)) is not None:
                 raise UsageError(f"the {name} {value} is for data sets, and all sources are files: leave the option out")
-    pieces = itertools.chain.from_iterable(_pieces(kind, path, options) for kind, path in files)
+    pieces = [piece for kind, path in files for piece in _pieces(kind, path, options)]
+    if not any(piece.size_bytes for piece in pieces):
+        raise DataError(f"{listed([path for _, path in files])} {'is' if len(files) == 1 else 'are'} empty: give other sources")
     return Texts(list(_grouped(pieces)), not_read)
 
 
@@ -166,18 +171,14 @@ def _pieces(kind: Kind, path: str, options: SourceOptions) -> Iterator[FileRange
             stop = min(start + step, rows)
             yield FileRange(kind, path, start, stop, size * (stop - start) // rows, dataset)
         return
-    try:
-        size = Path(path).stat().st_size
-    except OSError as error:
-        raise damaged_file_error(path, error) from None
+    with reading(path):
+        size = regular_file(Path(path)).st_size
     if kind == "parquet":
         import pyarrow
         import pyarrow.parquet
 
-        try:
+        with reading(path, errors=(ValueError, pyarrow.ArrowException)):
             metadata = pyarrow.parquet.read_metadata(path)
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
         for group in range(metadata.num_row_groups):
             yield FileRange("parquet", path, group, group + 1, metadata.row_group(group).total_byte_size)
     elif is_compressed(Path(path)) or not (kind == "jsonl" or _is_divisible(options.separator)):
@@ -222,7 +223,7 @@ def _dataset(name: str, options: SourceOptions) -> Any:
             dataset = other_libraries.data_set(name, options.config, split=split, revision=options.revision)
     except (OSError, ValueError, DatasetsError) as error:
         what = "cannot be opened" if path.exists() else "is not a file or folder here, and the datasets library cannot open it"
-        raise DataError(f"{name} {what} (--split {split}): {_first_line(error)}") from error
+        raise DataError(f"{name} {what} (--split {split}): {first_line(error)}") from error
     commits = {Path(file["filename"]).parent.name for file in dataset.cache_files}
     if re.fullmatch(r"[0-9a-f]{40}", options.revision or "") and not path.exists() and commits != {options.revision}:
         # Without a network the library opens the revision that was cached last, whatever revision is requested.
@@ -243,10 +244,6 @@ def _check_columns(where: str, options: SourceOptions, columns: Sequence[str]) -
         raise DataError(f"{where} has {phrase}")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 def rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     """Return the rows of a piece. Raises DataError if the file cannot be read to its end."""
     readers = {"text": _text_rows, "jsonl": _json_rows, "parquet": _parquet_rows, "datasets": _dataset_rows}
@@ -264,6 +261,11 @@ def place(piece: FileRange, position: int) -> str:
 def _json_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     with open_decompressed(Path(piece.path)) as file:
         for position, line in _lines(file, piece.start, piece.stop):
+            if position == 0 and line.strip() in (b"{", b"[", b"[{"):
+                raise DataError(
+                    f"{piece.path} is indented JSON, and each line must hold one whole object: convert it, for example with "
+                    f"`jq -c '{'.[]' if line.startswith(b'[') else '.'}'`"
+                )
             if line.strip():
                 yield position, _json_row(line, options)
 
@@ -298,7 +300,7 @@ def _text_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
         try:
             return {(*options.columns, "text")[0]: content.decode("utf-8-sig")}
         except UnicodeDecodeError as error:
-            return f"not UTF-8 ({error.reason} {error.start} bytes further on): convert it"
+            return f"not UTF-8 ({error.reason} {error.start} bytes further on)"
 
     with open_decompressed(path) as file:
         if options.separator is None or not piece.size_bytes:
@@ -320,26 +322,22 @@ def _parquet_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(piece.path) as file:
-            names = file.schema_arrow.names
-            _check_columns(piece.path, options, names)
-            columns = [name for name in names if options.is_read(name)]
-            check_names(columns, (), piece.path)
-            numbers = itertools.count(sum(file.metadata.row_group(group).num_rows for group in range(piece.start)))
-            for batch in file.iter_batches(_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=columns):
-                yield from zip(numbers, batch.to_pylist())  # noqa: B905 - the numbers do not end
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
-        raise damaged_file_error(piece.path, error) from error
+    errors = (ValueError, pyarrow.ArrowException)  # ValueError: text that is not UTF-8
+    with reading(piece.path, errors=errors), pyarrow.parquet.ParquetFile(piece.path) as file:
+        names = file.schema_arrow.names
+        _check_columns(piece.path, options, names)
+        columns = [name for name in names if options.is_read(name)]
+        check_names(columns, (), piece.path)
+        numbers = itertools.count(sum(file.metadata.row_group(group).num_rows for group in range(piece.start)))
+        for batch in file.iter_batches(_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=columns):
+            yield from zip(numbers, batch.to_pylist())  # noqa: B905 - the numbers do not end
 
 
 def _dataset_rows(piece: FileRange, options: SourceOptions) -> Iterator[Row]:  # noqa: ARG001
     import pyarrow
 
     for start in range(piece.start, piece.stop, _ROWS):
-        try:
+        with reading(piece.path, errors=(ValueError, pyarrow.ArrowException)):
             columns = piece.dataset[start : min(start + _ROWS, piece.stop)]
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise damaged_file_error(piece.path, error) from error
         for number, values in enumerate(zip(*columns.values(), strict=True), start):
             yield number, dict(zip(columns, values, strict=True))

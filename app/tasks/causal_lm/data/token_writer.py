@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from app.data.data_files import new_folder
 from app.data.order import MASK64, derive_key, mix64_array
 from app.data.preprocessing import in_order, progress
+from app.environment.topology import listed
 from app.errors import DataError
-from app.files.atomic_files import Hashed, made_whole
+from app.files.atomic_files import Hashed
 from app.tasks.causal_lm.data import store, texts
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, Pieces, blocks_digest
 from app.tasks.causal_lm.data.texts import FileRange, SourceOptions, Texts
@@ -82,11 +84,9 @@ def tokenize(
                 advance(size)
         for split in store.SPLITS:
             if (split in sources or shares.get(split)) and not writer.documents[split]:
-                raise DataError(
-                    f"the split {split} would be empty: there are {writer.documents.total()} documents in total (shares: "
-                    f"{', '.join(f'{share:g} for {name}' for name, share in shares.items())}). Change the shares, or give "
-                    "other sources"
-                )
+                left_out = [f"{count:,} {what}" for what, count in sorted(counts.items()) if count]
+                found = listed([f"there are {writer.documents.total():,} documents that can be used", *left_out])
+                raise DataError(f"the split {split} would be empty: {found}. Give other sources or shares")
     lines = [f"written to {folder}; in a recipe, set data.path={folder}"]
     for split, entry in store.about(folder)["splits"].items():
         rows = f", {entry['rows']:,} rows" if "rows" in entry else ""
@@ -221,17 +221,10 @@ def writing(
     rows are packed, each with as many targets. With `answers` each document has flags of the tokens that count. Raises
     DataError, also if the folder exists.
     """
-    if folder.exists():
-        raise DataError(f"{folder} already exists, and no files are replaced: choose another folder, or remove it")
-    try:
-        with made_whole(folder) as temporary, ExitStack() as opened:
-            writer = Writer(temporary, opened, tokenizer, sequence_length=sequence_length, answers=answers)
-            yield writer
-            writer.finish(files, token_bytes)
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
-        ) from error
+    with new_folder(folder) as temporary, ExitStack() as opened:
+        writer = Writer(temporary, opened, tokenizer, sequence_length=sequence_length, answers=answers)
+        yield writer
+        writer.finish(files, token_bytes)
 
 
 class Writer:

@@ -126,7 +126,9 @@ class Transformers:
             ) from error
         self._name, self._revision, self._eos = name, revision, self.tokenizer.eos_token_id
         if self._eos is None:
-            raise DataError(f"the tokenizer {name} has no end-of-text token (eos_token): set it in its tokenizer_config.json")
+            special = ", ".join(it.content for it in self.tokenizer.added_tokens_decoder.values() if it.special) or "none"
+            why = f"has no end-of-text token: set eos_token in its tokenizer_config.json (special tokens: {special})"
+            raise DataError(f"the tokenizer {name} {why}")
         begin = self.tokenizer("a", add_special_tokens=True)["input_ids"][:1]
         self._bos = self.tokenizer.bos_token_id if begin == [self.tokenizer.bos_token_id] else None
 

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.data.data_files import reading
 from app.data.draws import HostDraws
 from app.data.preprocessing import cache_folder, one_process_per_node, progress
 from app.data.samples import CHECK
@@ -36,7 +37,7 @@ from app.errors import DataError
 from app.files import other_libraries
 from app.files.atomic_files import made_whole, remove_remains, sync
 from app.files.text_files import parsed
-from app.tasks.image_classification.data.decoding import Framing, reading
+from app.tasks.image_classification.data.decoding import Framing
 from app.tasks.image_classification.data.images import (
     Data,
     Images,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("webdataset", "parquet", "arrays", "hdf5", "lmdb")
 """Formats that `pack` writes."""
-_WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is detected unless data.source=KIND is given"
+_WHAT = "recipe (also as --recipe NAME), or folder or file of data, whose kind is detected unless data.source=KIND is given"
 _PATTERNS = {
     "arrays": ("*/images.npy",),
     "webdataset": ("*.tar",),
@@ -79,14 +79,18 @@ def _detected_source(path: Path) -> str:
         matches = (file.relative_to(path) for pattern in patterns for file in path.glob(pattern))
         if any(not any(map(is_hidden, file.parts)) for file in matches):
             return source
+    from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES
+
+    if any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.glob("*/*")):  # class folders without folders for splits
+        return "imagefolder"
+    if any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.glob("*")):
+        raise DataError(f"{path} contains images, and no class folders: put each image into {path}/<class>/")
     raise DataError(f"{path} contains no data of a known kind; give data.source=KIND ({', '.join(_PATTERNS)})")
 
 
 def _inspect(argv: Sequence[str]) -> int:
     parser = make_parser("inspect", "Show what a data set contains: samples, classes, sizes, pixels, and unreadable files.")
-    parser.add_argument(
-        "--all", action="store_true", help="read every image, not a sample of them, and list the unreadable ones"
-    )
+    parser.add_argument("--all", action="store_true", help="read every image, not only some, and list the unreadable ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_all(argv)
     sections = recipe_of(options.words).sections
@@ -128,11 +132,12 @@ def _examined(images: Images, index: int) -> Examined | str:
     from app.tasks.image_classification.data.decoding import opened
 
     try:
-        ((image, _),) = images.images([index])
-        (height, width), file = image.shape[1:], images.file(index)
+        stored = images.stored(index)
+        image = stored.image(images.channels)
+        (height, width), file = image.shape[1:], stored.value
         kind, size_bytes = "pixels", image.numel()
-        if file is not None:
-            with opened(file, f"sample {index}") as header:  # whose size is right for a large one, which is decoded smaller
+        if isinstance(file, bytes):
+            with opened(file, stored.name) as header:  # whose size is right for a large one, which is decoded smaller
                 kind, size_bytes, (width, height) = header.format or "unknown", len(file), header.size
     except DataError as error:
         return str(error)
@@ -168,14 +173,15 @@ def _as_text(source: dict[str, Any], splits: dict[str, dict[str, Any]]) -> str:
     rows = [["", *splits], *([name, *(_word(facts.get(name)) for facts in splits.values())] for name in names)]
     by_class = [facts.get("samples_by_class", {}) for facts in splits.values()]
     listed = list(by_class[0])[:_LISTED_CLASSES]
-    rows += [[f"  class {name}", *(str(counts.get(name, 0)) for counts in by_class)] for name in listed]
+    rows += [[f"  class {name}".replace("\n", r"\n"), *(str(counts.get(name, 0)) for counts in by_class)] for name in listed]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"data.source={source['source']}" + (f" data.path={source['path']}" if source["path"] else "")]
     lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(by_class[0]) > len(listed):
         lines.append(f"  and {len(by_class[0]) - len(listed)} more classes (--json lists all)")
     lines += source["not_read"]
-    lines += [f"unreadable in {split}: {text}" for split, facts in splits.items() for text in facts["unreadable"]]
+    unreadable = [f"unreadable in {split}: {text}" for split, facts in splits.items() for text in facts["unreadable"]]
+    lines += [line.replace("\n", r"\n") for line in unreadable]
     return "\n".join(lines) + "\n"
 
 
@@ -190,17 +196,10 @@ def _word(value: Any) -> str:
 
 
 def _pack(argv: Sequence[str]) -> int:
-    parser = make_parser(
-        "pack", "Convert images to another format, and shrink them. Samples keep their numbers, labels and classes."
-    )
+    parser = make_parser("pack", "Convert images to another format, or shrink them. Numbers, labels and classes stay the same.")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
-    parser.add_argument("--out", type=Path, required=True, help="folder to create; existing files are never replaced")
-    parser.add_argument(
-        "--max-side",
-        type=positive,
-        metavar="PIXELS",
-        help="shrink images whose shorter side is longer than this, to this length",
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="folder to create; no file is ever replaced")
+    parser.add_argument("--max-side", type=positive, metavar="PIXELS", help="longest shorter side of images, to shrink them")
     options = parser.parse_all(argv)
     recipe = recipe_of(options.words)
     from app.tasks.image_classification.data import pack
@@ -212,16 +211,9 @@ def _pack(argv: Sequence[str]) -> int:
 
 def make_parser(command: str, description: str) -> Parser:
     """Return the parser of `samerun data COMMAND`, without the command's own options."""
-    parser = Parser(prog=f"samerun data {command}", description=description)
-    parser.add_argument("words", nargs="+", metavar="WHAT [key=value ...]", help=f"{_WHAT}; and recipe values")
+    parser = Parser(f"data {command}", description)
+    parser.add_argument("words", nargs="+", metavar="RECIPE|PATH", help=f"{_WHAT}; and recipe values, key=value")
     count = host.usable(1)
-    parser.add_argument(
-        "--workers",
-        "--processes",
-        dest="processes",
-        metavar="N",
-        type=positive,
-        default=count,
-        help=f"processes that read and decode (default: {count}, the CPU cores here)",
-    )
+    parser.add_argument("--workers", dest="processes", metavar="N", type=positive, default=count, help="processes that read "
+        f"images (default: {count}, the CPU cores here)")  # fmt: skip
     return parser

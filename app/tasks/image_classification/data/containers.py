@@ -1,4 +1,4 @@
-"""HDF5 and LMDB: a file or database for each split; and what they share with the shards of `shards.py`.
+"""HDF5 and LMDB: a file or database for each split; opened by `images.open_containers`.
 
 Sample i is the i-th record of the split, and its image is decoded as in an image folder: a recipe gives the same run over all
 of them. Files are opened by each process that reads them: neither library can use what was opened before a fork.
@@ -18,76 +18,36 @@ LMDB, `train.lmdb`. There is no custom for a data set in LMDB; this is what is r
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from app.data.data_files import reading
 from app.errors import DataError
 from app.files.other_libraries import extra
-from app.tasks.image_classification.data.decoding import reading
-from app.tasks.image_classification.data.images import (
-    Data,
-    Images,
-    NoSplitError,
-    StoredImage,
-    completed,
-    data_path,
-    each_split,
-    first_line,
-    numbers_up_to,
-    same_classes,
-    without_left_out,
-)
-from app.tasks.image_classification.sections import DataRecipe, Sections
+from app.tasks.image_classification.data.images import Images, NoSplitError, StoredImage, class_names
+from app.tasks.image_classification.sections import DataRecipe
 
 HDF5_IMAGES, HDF5_LABELS, HDF5_CLASSES = "images", "labels", "classes"
+_HDF5_ERRORS = (KeyError, RuntimeError, TypeError, ValueError, MemoryError)
+"""Errors of h5py, next to OSError, for a damaged file; the last by a damaged shape."""
 LMDB_LABELS, LMDB_LENGTH, LMDB_CLASSES = b"__labels__", b"__len__", b"__classes__"
 LMDB_LABEL_TYPE = np.dtype("<i8")
-
-
-def open_containers(recipe: Sections, open_split: Callable[[Path, str, str], Images]) -> Data:
-    """Open the splits; `open_split` takes data.path, the name of a split, and the recipe's key that it is the value of.
-
-    Image files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
-    """
-    data, folder = recipe.data, data_path(recipe)
-    splits = without_left_out(each_split(data, lambda split, key: open_split(folder, split, key)), data)
-    first = next(iter(splits.values()))
-    named = {images.where: images.classes for images in splits.values() if images.classes}
-    largest = 0 if first.labels is None else int(first.labels.max(initial=0))
-    classes = same_classes(named) if named else numbers_up_to(largest, first.where)
-    return completed(splits, recipe, classes=classes, channels=1 if data.color == "gray" else 3)
-
-
-def class_names(content: bytes, where: str) -> tuple[str, ...]:
-    """Return the names in a JSON list. Raises DataError if it is something else."""
-    try:
-        names = json.loads(content)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where} is {content[:40]!r}, not a JSON list of class names; write it again")
-    return tuple(names)
 
 
 # HDF5 -----------------------------------------------------------------------------------------------------------------
 
 
-def open_hdf5(recipe: Sections) -> Data:
-    """Open the splits, as `open_containers` does."""
-    return open_containers(recipe, functools.partial(_open_hdf5_split, recipe.data))
-
-
-def _open_hdf5_split(data: DataRecipe, folder: Path, split: str, key: str) -> Images:
+def open_hdf5(data: DataRecipe, folder: Path, split: str, key: str) -> Images:
+    """Open a split, as `open_containers` wants it."""
     path = next((place for suffix in ("", ".h5", ".hdf5") if (place := folder / f"{split}{suffix}").is_file()), None)
     if path is None:
         raise NoSplitError(f"{folder} contains no file {split}.h5 for {key}={split}; correct data.path or {key}")
-    with _reading_hdf5(path, str(path)), _hdf5_file(path) as file:
+    with reading(path, "replace it", errors=_HDF5_ERRORS), _hdf5_file(path) as file:
         import h5py
 
         image_set = _dataset(file, (HDF5_IMAGES, data.image_column), path, "image")
@@ -117,7 +77,7 @@ def _open_hdf5_split(data: DataRecipe, folder: Path, split: str, key: str) -> Im
 def _read_hdf5(path: Path, inode: int, dataset: str, is_encoded: bool, places: Sequence[int]) -> Iterator[StoredImage]:
     for place in places:
         name = f"sample {place} of {path}"
-        with _reading_hdf5(path, name):
+        with reading(name, f"replace {path.name}", errors=_HDF5_ERRORS):
             row = np.asarray(_hdf5_rows(path, inode, dataset, os.getpid())[place])
         yield StoredImage(row.tobytes() if is_encoded else row, name)
 
@@ -133,15 +93,6 @@ def _hdf5_file(path: Path) -> Any:
 def _hdf5_rows(path: Path, inode: int, dataset: str, process: int) -> Any:  # noqa: ARG001
     """Return a dataset, open in a process: to open it takes twice as long as to read a row."""
     return _hdf5_file(path)[dataset]
-
-
-@contextmanager
-def _reading_hdf5(path: Path, what: str) -> Iterator[None]:
-    """Raise DataError, saying that `what` cannot be read, for the many errors of the library."""
-    try:
-        yield
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError, MemoryError) as error:  # the last by a damaged shape
-        raise DataError(f"{what} cannot be read ({first_line(error)}); replace {path.name}") from error
 
 
 def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
@@ -162,12 +113,8 @@ def lmdb_key(index: int) -> bytes:
     return b"%08d" % index
 
 
-def open_lmdb(recipe: Sections) -> Data:
-    """Open the splits, as `open_containers` does."""
-    return open_containers(recipe, _open_lmdb_split)
-
-
-def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
+def open_lmdb(_: DataRecipe, folder: Path, split: str, key: str) -> Images:
+    """Open a split, as `open_containers` wants it."""
     path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
     if path is None:
         raise NoSplitError(f"{folder} contains no database {split}.lmdb for {key}={split}; correct data.path or {key}")
@@ -217,11 +164,9 @@ def _database(path: Path, inode: int) -> Any:
     if process != os.getpid():
         if database is not None:  # opened before a fork
             database.close()
-        try:
+        with reading(f"the LMDB database {path}", "replace it", errors=(lmdb.Error,)):
             # Samples are read in any order: the system need not read what follows one.
             database = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
-        except lmdb.Error as error:
-            raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
         _OPEN_DATABASES[path, inode] = os.getpid(), database
     return database
 
@@ -231,8 +176,5 @@ def _transaction(path: Path, inode: int) -> Iterator[Any]:
     """Give a transaction. Raises DataError if what is read in it is damaged."""
     import lmdb
 
-    try:
-        with _database(path, inode).begin() as transaction:
-            yield transaction
-    except lmdb.Error as error:
-        raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
+    with reading(path, "replace it", errors=(lmdb.Error,)), _database(path, inode).begin() as transaction:
+        yield transaction

@@ -30,8 +30,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn import functional as F
 
+from app.data.data_files import reading
 from app.data.draws import SampleDraws
 from app.errors import DataError
+from app.files import text_files
 from app.tasks.image_classification.sections import Sections
 
 MOST_PIXELS = 64_000_000
@@ -43,19 +45,12 @@ CHANNELS = (1, 3, 4)
 _END = b"\xff\xd9"  # the marker at the end of every whole JPEG
 
 
-@contextmanager
-def reading(name: object, remedy: str = "repair or remove it") -> Iterator[None]:
-    """Raise DataError, saying that `name` cannot be read, for an OSError in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{name} cannot be read ({error.strerror}); {remedy}") from error
-
-
 def content_of(path: Path, name: str = "") -> bytes:
     """Return the content of an image file; `name` is its name in errors, in addition to the path. Raises DataError."""
-    with reading(f"{path}{name}"):
-        return path.read_bytes()
+    with reading(f"{path}{name}"), text_files.opened(path) as file:
+        if content := file.read():
+            return content
+    raise DataError(f"{path}{name} {'is empty' if path.is_file() else 'is a pipe or a device'}; replace or remove it")
 
 
 @contextmanager

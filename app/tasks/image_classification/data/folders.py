@@ -98,7 +98,8 @@ def _classes(folder: Path, key: str) -> list[str]:
         classes = subfolders(folder)
     except OSError as error:
         raise (NoSplitError if isinstance(error, FileNotFoundError) else DataError)(
-            f"{folder} cannot be read ({error.strerror}); data.path must contain a folder for each split, and {key} is its name"
+            f"{folder} cannot be read ({error.strerror}); data.path must contain a folder for each split ({key} is its name), "
+            "or a folder of images for each class"
         ) from error
     if not classes:
         raise DataError(f"{folder} contains no class folders; put images into {folder}/<class>/")

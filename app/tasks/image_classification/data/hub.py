@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from app.data.data_files import NotRead, check_columns, check_complete, walk
+from app.data.data_files import NotRead, check_columns, check_complete, first_line, walk
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
 from app.files import other_libraries
@@ -27,7 +27,6 @@ from app.tasks.image_classification.data.images import (
     completed,
     data_path,
     each_split,
-    first_line,
     numbers_up_to,
     same_classes,
     spread,
@@ -97,16 +96,17 @@ def _read(rows: Any, where: str, places: Sequence[int]) -> Iterator[StoredImage]
     (values,) = rows[list(places)].values()
     for place, value in zip(places, values, strict=True):
         name = f"sample {place} of {where}"
-        if value is None:
-            raise DataError(f"{name} has no image; remove it")
-        if isinstance(value, bytes):
-            yield StoredImage(value, name)
-        elif not isinstance(value, dict):
-            yield StoredImage(pixels_of(value, name=name), name)
-        elif value["bytes"] is not None:
-            yield StoredImage(value["bytes"], name)
+        path = value.get("path") if isinstance(value, dict) else None
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            yield StoredImage(content, name)
+        elif content is not None:
+            yield StoredImage(pixels_of(content, name=name), name)
+        elif path:
+            yield StoredImage(content_of(Path(path), f" ({name})"), f"{path} ({name})")
         else:
-            yield StoredImage(content_of(Path(value["path"]), f" ({name})"), f"{value['path']} ({name})")
+            why = f": none is in bytes or path of its fields ({', '.join(value)})" if value else ""
+            raise DataError(f"{name} has no image{why}; remove it")
 
 
 def _is_gray(stored: StoredImage) -> bool:
@@ -250,9 +250,7 @@ def _column(rows: Any, column: str, where: str) -> np.ndarray:
     values = rows.select_columns([column]).with_format("arrow")[:].column(column)
     if values.null_count:
         index = values.is_null().to_pylist().index(True)
-        raise DataError(
-            f"sample {index} of {where} has no label ({values.null_count} of {len(values)} have none); remove these samples"
-        )
+        raise DataError(f"sample {index} of {where} has no label ({values.null_count} of {len(values)} have none); remove them")
     if not str(values.type).startswith(("int", "uint", "string", "large_string")):
         problem = f"data.label_column={column}: {where} holds {values.type} in that column"
         raise DataError(f"{problem}; labels must be ClassLabel, integers or strings")

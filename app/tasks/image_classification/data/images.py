@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.data.data_files import reading
 from app.data.draws import HostDraws
 from app.data.samples import CHECK
 from app.environment.topology import listed
@@ -150,11 +151,6 @@ class Images:
         places: list[int] = self.places[np.asarray(indices)].tolist()
         return places
 
-    def file(self, index: int) -> bytes | None:
-        """Return a sample's image file; None if pixels are stored. Raises DataError."""
-        value = self.stored(index).value
-        return value if isinstance(value, bytes) else None
-
     def images(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield images, uint8 [C, H, W] of the sizes that they are stored in, and their labels. Raises DataError."""
         for index, stored in zip(indices, self.read(self._places(indices)), strict=True):
@@ -260,6 +256,20 @@ def completed(
     return done
 
 
+def open_containers(open_split: Callable[[DataRecipe, Path, str, str], Images], recipe: Sections) -> Data:
+    """Open the splits of a format that stores labels; `open_split` takes data, data.path, name of a split and its key.
+
+    Image files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
+    """
+    data, folder = recipe.data, data_path(recipe)
+    splits = without_left_out(each_split(data, lambda split, key: open_split(data, folder, split, key)), data)
+    first = next(iter(splits.values()))
+    named = {images.where: images.classes for images in splits.values() if images.classes}
+    largest = 0 if first.labels is None else int(first.labels.max(initial=0))
+    classes = same_classes(named) if named else numbers_up_to(largest, first.where)
+    return completed(splits, recipe, classes=classes, channels=1 if data.color == "gray" else 3)
+
+
 def check_labels(labels: np.ndarray, num_classes: int, *, where: str, places: np.ndarray | None = None) -> None:
     """Check that there are samples and that all labels (int [N]) are in 0 .. num_classes - 1.
 
@@ -283,7 +293,7 @@ def same_classes(classes: Mapping[str, Sequence[str]]) -> Sequence[str]:
     (first, names), *others = classes.items()
     for where, other in others:
         if list(other) != list(names):
-            sides = {first: set(names) - set(other), where: set(other) - set(names)}
+            sides = {first: {*map(repr, names)} - {*map(repr, other)}, where: {*map(repr, other)} - {*map(repr, names)}}
             only = "; ".join(f"{listed(sorted(side), 5)} only in {place}" for place, side in sides.items() if side)
             only = only or f"their order differs between {first} and {where}"
             raise DataError(f"two splits have different classes: {only}; give both the same")
@@ -297,9 +307,15 @@ def numbers_up_to(highest: int, where: str) -> list[str]:
     return [str(label) for label in range(highest + 1)]
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of a library's error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def class_names(content: bytes, where: str) -> tuple[str, ...]:
+    """Return the names in a JSON list. Raises DataError if it is something else."""
+    try:
+        names = json.loads(content)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where} is {content[:40]!r}, not a JSON list of class names; write it again")
+    return tuple(names)
 
 
 def fingerprint(
@@ -368,13 +384,8 @@ def names_in(data: DataRecipe) -> frozenset[str]:
     if data.leave_out is None:
         return frozenset()
     file = Path(text_files.filled_in("data.leave_out", data.leave_out))
-    try:
+    with reading(f"data.leave_out={data.leave_out}", "correct the path, or write the file with `samerun data check --write`"):
         lines = file.read_text(encoding="utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
-    except OSError as error:
-        raise DataError(
-            f"data.leave_out={data.leave_out} cannot be read ({error.strerror}): correct the path, or write "
-            "the file with `samerun data check --write`"
-        ) from error
     return frozenset(line for line in lines if line.strip() and not line.startswith("# "))
 
 

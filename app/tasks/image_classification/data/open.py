@@ -13,21 +13,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from app.data.data_files import NotRead, walk
+from app.data.data_files import NotRead, first_line, reading, regular_file, walk
 from app.data.preprocessing import one_process_per_node, own_folder, progress
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
 from app.files import text_files
 from app.tasks.image_classification.data.arrays import decoded_once, made_once, open_arrays
 from app.tasks.image_classification.data.containers import open_hdf5, open_lmdb
-from app.tasks.image_classification.data.decoding import reading
 from app.tasks.image_classification.data.folders import open_folder
 from app.tasks.image_classification.data.hub import download_hub, open_hub
-from app.tasks.image_classification.data.images import DOWNLOADS, Data, Images, first_line
+from app.tasks.image_classification.data.images import DOWNLOADS, Data, Images, open_containers
 from app.tasks.image_classification.data.shards import open_tfrecords, open_webdataset
 from app.tasks.image_classification.data.standard_sets import (
     DOWNLOADABLE,
@@ -49,10 +49,10 @@ OPEN: Mapping[str, Callable[[Sections], Data]] = {
     "fakedata": open_fake,
     "huggingface": open_hub,
     "arrays": open_arrays,
-    "webdataset": open_webdataset,
-    "hdf5": open_hdf5,
-    "lmdb": open_lmdb,
-    "tfrecord": open_tfrecords,
+    "webdataset": partial(open_containers, open_webdataset),
+    "hdf5": partial(open_containers, open_hdf5),
+    "lmdb": partial(open_containers, open_lmdb),
+    "tfrecord": partial(open_containers, open_tfrecords),
 }
 """The functions that open all splits, by data.source. They raise RecipeError for a missing key, and DataError for data
 that is missing, unreadable or wrong."""
@@ -104,9 +104,10 @@ def download_data(recipe: Sections) -> None:
             with one_process_per_node(root / ".download.lock"):
                 download_files(recipe)
         except (OSError, RuntimeError) as error:
+            why = ": ".join(dict.fromkeys([first_line(error).rstrip(":"), *str(error).strip().splitlines()[1:][-1:]]))
             raise DataError(
-                f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. Without a "
-                "network, copy the files here and set data.path to them"
+                f"data.source={source} cannot be downloaded into {root}: {why}. Without a network, copy the files here and set "
+                "data.path to them"
             ) from error
 
 
@@ -176,7 +177,7 @@ def _files(source: Path) -> Iterator[tuple[str, int, int]]:
     in_folder = (str(Path(folder.name, name)) for folder in walk(source, "", NotRead()) for name in folder.files)
     for name in [""] if source.is_file() else in_folder:
         with reading(source / name, "remove it"):
-            status = (source / name).stat()
+            status = regular_file(source / name)
         yield name, status.st_size, status.st_mtime_ns
 
 

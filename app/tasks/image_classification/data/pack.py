@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from app.data.data_files import first_line, new_folder
 from app.data.preprocessing import in_order, progress
 from app.errors import DataError, RecipeError
-from app.files.atomic_files import made_whole
 from app.files.other_libraries import extra
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data import containers
 from app.tasks.image_classification.data.arrays import Unstored, chunk_rows, write_split
 from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, as_pillow, converted, is_gray, is_large, opened
-from app.tasks.image_classification.data.images import Images, first_line
+from app.tasks.image_classification.data.images import Images
 from app.tasks.image_classification.data.open import located, not_read, open_stored, open_undecoded
 from app.tasks.image_classification.data.shards import TAR_CLASSES, TAR_LABEL
 
@@ -57,27 +57,20 @@ def pack(recipe: Recipe, to: str, out: Path, *, max_side: int | None, processes:
     Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if images are to
     become arrays, and no size is given for them.
     """
-    if out.exists() or out.is_symlink():
-        raise DataError(f"{out} already exists, and pack replaces no files: choose another --out, or remove it")
-    if to == "arrays":
-        if max_side is not None:
-            raise RecipeError("--max-side is for formats that hold files; for arrays set data.image_size=N")
-        augment = replace(recipe.sections.augment, resized_crop_min_area=None)
-        data = open_undecoded(located(replace(recipe.sections, augment=augment)))
-    else:
-        data = open_stored(recipe.sections)
-    try:
-        with made_whole(out) as temporary:
-            for split, source in data.items():
-                if to == "arrays":
-                    _write_arrays(temporary / split, source, processes)
-                else:
-                    WRITERS[to](temporary, split, source.classes, stored_files(source, max_side, processes))
-            os.sync()
-    except OSError as error:
-        raise DataError(
-            f"{out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
-        ) from error
+    with new_folder(out) as temporary:
+        if to == "arrays":
+            if max_side is not None:
+                raise RecipeError("--max-side is for formats that hold files; for arrays set data.image_size=N")
+            augment = replace(recipe.sections.augment, resized_crop_min_area=None)
+            data = open_undecoded(located(replace(recipe.sections, augment=augment)))
+        else:
+            data = open_stored(recipe.sections)
+        for split, source in data.items():
+            if to == "arrays":
+                _write_arrays(temporary / split, source, processes)
+            else:
+                WRITERS[to](temporary, split, source.classes, stored_files(source, max_side, processes))
+        os.sync()
     splits = [f"data.{split}_split={split}" for split in data]
     return [f"data.source={'huggingface' if to == 'parquet' else to}", f"data.path={out}", *splits], not_read(data)
 
@@ -212,30 +205,28 @@ def stored_files(source: Images, max_side: int | None, processes: int) -> Iterat
 
 
 def _sample(source: Images, index: int, max_side: int | None) -> Sample:
-    content = source.file(index)
-    if content is not None:
+    stored = source.stored(index)
+    if isinstance(content := stored.value, bytes):
         assert source.labels is not None
         label = int(source.labels[index])
     else:
         ((image, label),) = source.images([index])
         if len(image) not in (1, 3):
-            raise DataError(
-                f"sample {index} has {len(image)} channels, which no image format stores without loss: use --to arrays"
-            )
+            raise DataError(f"sample {index} has {len(image)} channels, which image files do not store: use --to arrays")
         written = io.BytesIO()
         as_pillow(image).save(written, "PNG")
         content = written.getvalue()
-    return content if max_side is None else shrunk(content, max_side, name=f"sample {index}"), label
+    return shrunk(content, max_side, name=stored.name), label
 
 
-def shrunk(content: bytes, max_side: int, *, name: str) -> bytes:
-    """Return an image file with its shorter side shrunk to `max_side` pixels; the same bytes if it is small enough.
+def shrunk(content: bytes, max_side: int | None, *, name: str) -> bytes:
+    """Return an image file with its shorter side shrunk to `max_side` pixels; the same bytes if it is small enough, or None.
 
     The format stays. Colours become what training would decode: RGB or grayscale, without transparency. Raises DataError.
     """
     with opened(content, name) as image:
         side = min(image.size)
-        if side <= max_side:
+        if max_side is None or side <= max_side:
             return content
         width, height = (max(1, round(length * max_side / side)) for length in image.size)
         kind = image.format if image.format in _KEPT_FORMATS else "PNG"

@@ -36,17 +36,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from app.data.data_files import check_complete, numbered_sets
+from app.data.data_files import check_complete, numbered_sets, reading
 from app.data.preprocessing import progress
 from app.environment.topology import listed
 from app.errors import DataError
 from app.files.atomic_files import sync
 from app.files.other_libraries import extra
 from app.tasks.image_classification.data.arrays import Mapped, cached, stamps
-from app.tasks.image_classification.data.containers import class_names, open_containers
-from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES, reading
-from app.tasks.image_classification.data.images import Data, Images, NoSplitError, StoredImage, first_line
-from app.tasks.image_classification.sections import Sections
+from app.tasks.image_classification.data.decoding import IMAGE_SUFFIXES
+from app.tasks.image_classification.data.images import Images, NoSplitError, StoredImage, class_names
+from app.tasks.image_classification.sections import DataRecipe
 
 MOST_OPEN_FILES = 128
 """Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord."""
@@ -142,13 +141,8 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
             f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
     if chosen:
-        check_complete(
-            chosen,
-            f"the pattern {split}",
-            remedy="exclude their numbers from the pattern",
-            pattern=str(folder / split),
-            gaps_from_0=False,
-        )
+        remedy, pattern = "exclude their numbers from the pattern", str(folder / split)
+        check_complete(chosen, f"the pattern {split}", remedy=remedy, pattern=pattern, gaps_from_0=False)
         return chosen
     sets, what = numbered_sets(found), f"{key}={split}"
     if len(found) > 1 and (len(sets) != 1 or len(sets[0].files) != len(found)):
@@ -198,12 +192,8 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
 # WebDataset ------------------------------------------------------------------------------------------------------------
 
 
-def open_webdataset(recipe: Sections) -> Data:
-    """Return the splits, as `open_containers` does; a sample without image or label is a DataError."""
-    return open_containers(recipe, _open_tar_split)
-
-
-def _open_tar_split(folder: Path, split: str, key: str) -> Images:
+def open_webdataset(_: DataRecipe, folder: Path, split: str, key: str) -> Images:
+    """Open a split, as `open_containers` wants it; a sample without image or label is a DataError."""
     shards = indexed(find_shards(folder, split, key=key, suffixes=(".tar",)), "webdataset", _tar_rows)
     with tarfile.open(shards.paths[0], "r:") as tar:
         first = tar.next()
@@ -235,20 +225,18 @@ def _tar_rows(shard: Path) -> Iterator[Row]:
 
 def _members(shard: Path) -> Iterator[tuple[str, str, tuple[int, int], int | None]]:
     """Yield of each member its key, extension, offset and size in bytes, and if it holds the label, that."""
-    try:
-        with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            while member := tar.next():
-                tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
-                folder, slash, name = member.name.rpartition("/")
-                key, _, extension = name.partition(".")
-                if member.isreg() and extension and not member.name.startswith("__"):
-                    label = _tar_label(file, member, shard) if extension == TAR_LABEL else None
-                    yield folder + slash + key, extension, (member.offset_data, member.size), label
-            # Damage after the first header is the end to tarfile; the true end is a block of zeros.
-            if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"it is damaged or truncated at byte {tar.offset}")
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{shard} cannot be read as a tar file ({first_line(error)}); replace or decompress it") from error
+    refuse = reading(shard, "replace or decompress it", errors=(tarfile.TarError,))
+    with refuse, shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        while member := tar.next():
+            tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
+            folder, slash, name = member.name.rpartition("/")
+            key, _, extension = name.partition(".")
+            if member.isreg() and extension and not member.name.startswith("__"):
+                label = _tar_label(file, member, shard) if extension == TAR_LABEL else None
+                yield folder + slash + key, extension, (member.offset_data, member.size), label
+        # Damage after the first header is the end to tarfile; the true end is a block of zeros.
+        if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it is damaged or truncated at byte {tar.offset}")
 
 
 def _tar_label(file: BinaryIO, member: tarfile.TarInfo, shard: Path) -> int:
@@ -268,16 +256,12 @@ class Features(NamedTuple):
     label: tuple[str, ...]
 
 
-def open_tfrecords(recipe: Sections) -> Data:
-    """Return the splits, as `open_containers` does; a record whose CRC is wrong is a DataError."""
-    features = Features(("image/encoded", recipe.data.image_column), ("image/class/label", recipe.data.label_column))
-
-    def open_split(folder: Path, split: str, key: str) -> Images:
-        files = find_shards(folder, split, key=key, suffixes=(".tfrecord", ".tfrecords", ""))
-        shards = indexed(files, f"tfrecord {features}", functools.partial(_tfrecord_rows, features))
-        return _split(folder, split, shards, _tfrecord_classes(folder), functools.partial(_read_tfrecords, features))
-
-    return open_containers(recipe, open_split)
+def open_tfrecords(data: DataRecipe, folder: Path, split: str, key: str) -> Images:
+    """Open a split, as `open_containers` wants it; a record whose CRC is wrong is a DataError."""
+    features = Features(("image/encoded", data.image_column), ("image/class/label", data.label_column))
+    files = find_shards(folder, split, key=key, suffixes=(".tfrecord", ".tfrecords", ""))
+    shards = indexed(files, f"tfrecord {features}", functools.partial(_tfrecord_rows, features))
+    return _split(folder, split, shards, _tfrecord_classes(folder), functools.partial(_read_tfrecords, features))
 
 
 def _read_tfrecords(features: Features, shards: RecordFiles, places: Sequence[int]) -> Iterator[StoredImage]:

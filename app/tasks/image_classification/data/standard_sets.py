@@ -194,10 +194,8 @@ def open_fake(recipe: Sections) -> Data:
             fingerprint=fingerprint(classes, size, content, samples=FAKE_FINGERPRINT_SAMPLES),
         )
 
-    return {
-        "train": split("train", data.fake_train_samples, 0),
-        "test": split("test", data.fake_test_samples, data.fake_train_samples),
-    }
+    in_training = data.fake_train_samples
+    return {"train": split("train", in_training, 0), "test": split("test", data.fake_test_samples, in_training)}
 
 
 def _fake(shape: tuple[int, int, int], num_classes: int, offset: int, indices: Sequence[int]) -> Iterator[StoredImage]:
