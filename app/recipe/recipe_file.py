@@ -403,6 +403,8 @@ def _words(overrides: Sequence[str], task: str, problems: list[str]) -> Iterator
         key = key.strip("'\"")  # a key in quotes is a key, as in a file
         if not equals or not key:
             problems.append(f"{word!r} ({_COMMAND_LINE}): expected key=value without spaces, as in optim.lr=0.1")
+        elif not text:
+            problems.append(f"{word!r} ({_COMMAND_LINE}): there is no value; give one, or {key}=null")
         elif key in sections(task):
             one = next(known for known in kinds(task) if known.startswith(f"{key}."))
             problems.append(f"{word!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")

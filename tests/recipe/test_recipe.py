@@ -154,6 +154,7 @@ WORDS: dict[str, str] = {
     "OPTIM.LR=1": "OPTIM.LR (command line): there is no such key; give optim.lr=...",
     "train.batch_size=8": "there is no such key; give train.global_batch_size=..., over all processes",
     "trainer.max_epochs=8": "there is no such key; give train.epochs=...",
+    "train.init_from=": "'train.init_from=' (command line): there is no value; give one, or train.init_from=null",
     "task=causal_lm model.name=gpt2": "there is no such key; give model.architecture=... for random weights, or model.path=",
     "data.dir=x": "there is no such key; give data.path=...",
     "model.n_layers=2": "there is no such key; model has name, norm, ",
