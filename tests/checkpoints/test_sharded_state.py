@@ -68,7 +68,7 @@ def assert_same(found: script.Record, expected: script.Record, *, tolerance: flo
 @pytest.mark.parametrize(
     ("preset", "cases"),
     [
-        ("multi_gpu", "adamw,sgd,float64,nadam,adagrad,adafactor"),
+        pytest.param("multi_gpu", "adamw,sgd,float64,nadam,adagrad,adafactor", marks=pytest.mark.slow),
         ("deepspeed_zero1", f"adamw,sgd,{ON_PARTS}"),
         ("deepspeed_zero2", "adamw,sgd,nadam"),
         ("deepspeed_zero3", f"adamw,sgd,{ON_PARTS}"),

@@ -105,6 +105,7 @@ def test_ctrl_c_stops_a_run_which_may_take_its_time(terminal: Callable[..., Term
     assert read(tmp_path / "outcome.json")["outcome"] == "stopped"
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     command = ["launch", "--preset", "multi_gpu", "--processes", "2", "--run-dir", str(tmp_path), *ENDLESS]

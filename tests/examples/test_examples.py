@@ -75,7 +75,7 @@ def assert_same(found: Path, reference: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("preset", ["fsdp2", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "text")) for name in NAMES])
+@pytest.mark.parametrize("preset", ["fsdp2", pytest.param("deepspeed_zero3", marks=pytest.mark.long)])
 def test_two_processes_train_as_one_does(runs: Runs, name: str, preset: str) -> None:
     assert_same(runs.go(name, preset, 2, HALVES), runs.alone(name))

@@ -105,7 +105,7 @@ def test_mpirun_in_a_slurm_job(lab: Lab, alone: list[float], tmp_path: Path) -> 
 
 
 @needs_mpirun
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_process_ends_mpirun_on_both_hosts(lab: Lab, tmp_path: Path) -> None:
     started = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *ENDLESS)
     assert "on node node2 exited on signal 9 (Killed)" in assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")
@@ -181,7 +181,7 @@ def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Pat
 def test_a_sweep_in_an_allocation_runs_on_as_many_of_its_nodes_as_are_asked_for(lab: Lab, tmp_path: Path) -> None:
     """Really on both; that the one of --nodes 1 would be the first is printed."""
     out, samerun = tmp_path / "out", f"{sys.executable} -m launch.cli"
-    sizes = "--nodes 2 --processes 1 --repeats 1 --steps 3 --warm-up-steps 2"
+    sizes = "--nodes 2 --devices 1 --repeats 1 --steps 3 --warm-up-steps 2"
     command = f"{samerun} scale --recipe digits {sizes} --out {out} && {samerun} launch --nodes 1 --dry-run"
     finished = lab.run("salloc", "--nodes=2", "sh", "-c", command).check()
     header, row = (line.split(",") for line in (out / "scaling.csv").read_text().splitlines())

@@ -78,6 +78,7 @@ def state(words: list[str], rank: int) -> tuple[str, str]:
     return found.word, found.sentence.replace(f"rank {rank} on {socket.gethostname()} ", "it ")
 
 
+@pytest.mark.slow
 def test_the_state_is_that_of_the_newest_start(words: list[str]) -> None:
     ended = launch(words, "early", *ONE)
     last = ["ValueError: no samples", "Task.samples in task.py failed for 'train'"]

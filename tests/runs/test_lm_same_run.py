@@ -82,7 +82,7 @@ def cases() -> Iterator[Any]:
     for name, (processes, accumulation, tolerance, words) in TENSOR.items():
         topology = ("tensor_parallel", processes, accumulation)
         yield pytest.param(
-            topology, words, 20, tolerance, marks=LONG if name == "llama" else SLOW, id=f"tensor_parallel: {name}"
+            topology, words, 20, tolerance, marks=SLOW if "FSDP2" in name else LONG, id=f"tensor_parallel: {name}"
         )
     for topology in DOUBLE:  # the norms of transformers' Llama compute in float32 in any case, and differ by 2e-8
         yield pytest.param(topology, (*GPT2, "train.dtype=float64"), 100, 1e-9, marks=LONG)

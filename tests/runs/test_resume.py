@@ -204,6 +204,7 @@ LONG = 120
 KILLED = tuple(topology for topology in TOPOLOGIES if topology[1] < 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
     undisturbed: Undisturbed, tmp_path: Path, kills: int, chance: random.Random

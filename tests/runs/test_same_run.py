@@ -148,8 +148,8 @@ def test_float64_leaves_no_doubt(tmp_path: Path) -> None:
     assert_same_run(reference, trained(tmp_path / "fsdp2", "fsdp2", 2, 1, *DOUBLE), first_20=1e-9, all_100=1e-9)
 
 
-@SLOW
-@pytest.mark.parametrize("preset", ["deepspeed_zero3", pytest.param("fsdp2", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("preset", ["deepspeed_zero3", "fsdp2"])
 def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, preset: str) -> None:
     """Most tests save the seconds that a start takes (see processes.py); here nothing of a run may differ by a single bit."""
     arguments = (*RECIPE, *OPTIMIZERS["adamw"])
