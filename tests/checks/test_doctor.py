@@ -21,6 +21,7 @@ from app.checks import doctor
 from app.checks.arithmetic import Fault
 from app.checks.doctor import AllReduce, BrokenLinks, Examination, ProcessInfo
 from app.environment.launched import Launched
+from app.errors import TopologyError
 
 
 def examined(*, wrong: Sequence[int] = (0,) * 6, **values) -> Examination:
@@ -159,7 +160,7 @@ def test_nodes_of_slurm(tmp_path):
     """Healthy, then as behind a firewall that drops packets: what node2 sends to another node goes to a wrong address."""
     (tmp_path / "outputs").mkdir()
 
-    def examine(lab, cut_off=None):
+    def examine(lab, cut_off=None, code=0):
         folder = tmp_path / f"cut-off-from-{cut_off}"
         folder.mkdir()
         command = ("salloc", "--nodes=3", "--ntasks-per-node=1", "samerun", "doctor", "--patience", "15")
@@ -170,7 +171,7 @@ def test_nodes_of_slurm(tmp_path):
         ended = lab.run(*command, env={"TMPDIR": str(folder)})
         if cut_off:
             lab.run("ip", "neigh", "del", address, "dev", "eth0", node="node2").check()
-        assert (ended.returncode != 0) == bool(cut_off), ended.output
+        assert ended.returncode == code, ended.output
         assert list(folder.iterdir()) == []
         assert "app/checks/doctor.py" not in ended.output, "a traceback of ours"
         return ended.output
@@ -181,8 +182,9 @@ def test_nodes_of_slurm(tmp_path):
         for number in (1, 2, 3):
             assert re.search(rf"\u2502 +node{number} +\u2502 +10\.77\.0\.{number} +\u2502 cpu ", output), output
         assert "nothing is wrong" in output
-        output = examine(lab, "node3")
+        output = examine(lab, "node3", code=1)
         assert "WRONG node3: no connection with node2, for example 10.77.0.3, port " in output
         assert "sbatch --exclude=node3" in output
         assert "joining the process group" not in output
-        assert "TopologyError: node2 did not reach node 0 in 15 s (head_address is 'node1'" in examine(lab, "node1")
+        output = examine(lab, "node1", code=TopologyError.exit_code)
+        assert "TopologyError: node2 did not reach node 0 in 15 s (head_address is 'node1'" in output
