@@ -272,7 +272,7 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _cells(row: Row, unit: int) -> Row:
-    """Return a row as the printed table has it, in units of so many bytes."""
+    """Return a row as the printed table shows it, with memory in units of `unit` bytes."""
     return {
         "preset": row["preset"],
         "recomputed": "yes" if row["checkpoint_activations"] == _BLOCKS else "no",

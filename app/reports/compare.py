@@ -93,7 +93,7 @@ class Comparison:
     """First line with another learning rate than the other run's of the same step; None: all are the same."""
     losses: LossDifferences
     reason: str = ""
-    """Why losses differ although all that is learnt and fed is the same, as far as the runs show it; empty: unknown."""
+    """Why losses differ although recipe, samples and rates are the same, where the runs show it; empty: unknown."""
 
     @property
     def is_fed_the_same(self) -> bool:
@@ -327,7 +327,7 @@ def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Return the second number less the first, and its share of the first where that says more."""
+    """Return the second number minus the first, and that as a share of the first where it is informative."""
     if not all(isinstance(value, (int, float)) for value in (one, other)):
         return ""
     by, share = other - one, other / one - 1 if one else 0.0

@@ -220,7 +220,7 @@ def _generators(batch: Batch) -> list[Tensor]:
 
 
 class _FirstDraw(TorchDispatchMode):
-    """Finds the line and the layer in which a pass first draws from torch's generators, and tells `dropout`."""
+    """Finds the line and the layer in which a pass first draws from torch's generators, and reports them to `dropout`."""
 
     def __init__(self, model: nn.Module, batch: Batch, dropout: PassDraws) -> None:
         super().__init__()
