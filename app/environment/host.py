@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.environment.slurm_variables import STEP, Slurm, is_in_step, own_environment
-from app.errors import UsageError
+from app.errors import LackOfMemoryError, UsageError
 
 MEMBERSHIPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -149,10 +149,12 @@ def kill_all_with(variable: str, value: str) -> int:
 
 @contextmanager
 def imports_explained() -> Iterator[None]:
-    """Raise UsageError where a user's file is imported in place of a library."""
+    """Raise UsageError where a user's file is imported in place of a library, LackOfMemoryError where one does not fit."""
     try:
         yield
     except (ImportError, AttributeError) as error:
+        if "failed to map segment" in str(error):  # so reports the dynamic linker that memory is lacking
+            raise LackOfMemoryError(f"{error}: request more memory, or run `ulimit -v unlimited` before") from error
         for name in ("yaml", "accelerate", "torch", "numpy", "datasets"):
             file = getattr(sys.modules.get(name), "__file__", None)
             if file and Path(file).stem == name:  # a library is a package
