@@ -14,7 +14,7 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 20_650,
+    "code lines of app, launch and samerun": 20_660,
     "files of app, launch and samerun": 152,
     "code lines of tests": 18_300,
     "code lines of benchmarks": 1_200,

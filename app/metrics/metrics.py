@@ -25,6 +25,9 @@ from app.runs import ledger, run_folder
 from app.runs.claim import Claim
 from app.task import COUNT_RULE, SAMPLES, Loss
 
+_AT_ONCE = 64
+"""Passes, or steps, that are added up together: it takes as long as one of them, and few enough are kept in memory."""
+
 
 class Losses:
     """This process's part of the summed loss, and of the task's own sums, since they were last taken."""
@@ -34,42 +37,58 @@ class Losses:
         self._device, self._with_sums = device, with_sums
         self.names: tuple[str, ...] | None = None
         """Names of the task's sums; known after the first pass."""
-        self._step = self._taken = torch.zeros(2, dtype=torch.float64, device=device)
+        self._taken = torch.zeros(2, dtype=torch.float64, device=device)
+        self._passes: list[tuple[float | Tensor, ...]] = []
+        """Mean loss and its count of each pass that is not added up yet, and both numbers of each of the task's sums."""
+        self._skipped: list[Tensor | bool] = []
+        """For each of these passes, whether its step was skipped."""
 
     def add(self, loss: Loss) -> None:
         """Add the loss of one forward pass."""
         sums = loss.sums if self._with_sums else {}
         if self.names is None:
             self.names = tuple(sums)
-            self._step = self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
+            self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
         elif self.names != tuple(sums):
             raise TrainingError(
                 f"the task's loss reports {', '.join(sums) or 'nothing'}, but reported in its first pass "
                 f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in order, in every pass"
             )
-        count = self._scalar(loss.count)
-        values = [torch.where(count > 0, loss.mean.detach().double() * count, 0.0), count]
-        values += [self._scalar(part) for pair in sums.values() for part in pair]
-        self._step = self._step + torch.stack(values)
-
-    def _scalar(self, number: float | Tensor) -> Tensor:
-        if isinstance(number, Tensor):
-            return number.to(self._device, torch.float64).sum()
-        return torch.full((), number, dtype=torch.float64, device=self._device)  # no copy from the host to wait for
+        self._passes.append((loss.mean.detach(), loss.count, *(part for pair in sums.values() for part in pair)))
 
     def end_step(self, skipped: Tensor | bool) -> None:
         """Finish a step; a skipped one (as `Step.skipped`) has no part in the sums."""
-        mask = skipped.to(self._device, torch.bool, non_blocking=True) if isinstance(skipped, Tensor) else None
-        if mask is not None:
-            self._taken = self._taken + torch.where(mask, 0.0, self._step)
-        elif not skipped:
-            self._taken = self._taken + self._step
-        self._step = torch.zeros_like(self._step)
+        self._skipped += [skipped] * (len(self._passes) - len(self._skipped))
+        if len(self._passes) >= _AT_ONCE:
+            self._add_up()
 
     def take(self) -> Tensor:
-        """Return the summed loss and its count, and those of each of `names`, float64 [2 + 2 * names]; begin new ones."""
+        """Return the summed loss and its count, and sum and count of each of `names`, float64 [2 + 2 * names]; begin new
+        ones."""
+        if self._passes:
+            self._add_up()
         taken, self._taken = self._taken, torch.zeros_like(self._taken)
         return taken
+
+    def _add_up(self) -> None:
+        means, counts, *sums = (self._stacked(column) for column in zip(*self._passes, strict=True))
+        table = torch.stack([torch.where(counts > 0, means * counts, 0.0), counts, *sums])
+        if any(skipped is not False for skipped in self._skipped):
+            table = table.masked_fill(self._stacked(self._skipped).bool(), 0.0)
+        self._taken = self._taken + table.sum(1)
+        self._passes, self._skipped = [], []
+
+    def _stacked(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        """Return numbers of P passes, float64 [P]."""
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        scalars = [
+            number
+            if isinstance(number, Tensor) and number.ndim == 0
+            else torch.as_tensor(number, dtype=torch.float64, device=self._device).sum()
+            for number in numbers
+        ]
+        return torch.stack(scalars).to(self._device, torch.float64, non_blocking=True)
 
 
 class Metrics:
@@ -88,7 +107,7 @@ class Metrics:
         unit: str = SAMPLES,
         first_step: int = 0,
     ) -> None:
-        """`flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
+        """`flops_per_sample` covers a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
         do, if known; `unit` is the task's.
         """
         self.clock, self.trackers = Clock(runtime.device), trackers
@@ -101,8 +120,9 @@ class Metrics:
         self._samples: list[int] = []
         self._losses = Losses(runtime.device, with_sums=log.train_scores)
         self.units = UnitCounts(unit)
-        # The samples that this process was fed: their numbers in this step, and a digest for each step before, on the device.
+        # Numbers of the samples that this process was fed, on the device: of this step, and of steps that have no digest yet.
         self._batches: list[Tensor] = []
+        self._fed: list[Tensor] = []
         self._digests: list[Tensor] = []
         self._unrecorded: list[Step] = []
         """Steps that the ledger does not have yet."""
@@ -125,8 +145,10 @@ class Metrics:
 
         `total` is what the `Loss.count` of all its passes on all ranks were to add up to; a tensor is a scalar.
         """
-        self._digests.append(ledger.digest(torch.cat(self._batches)))
+        self._fed.append(torch.cat(self._batches) if len(self._batches) > 1 else self._batches[0])
         self._batches = []
+        if len(self._fed) == _AT_ONCE:
+            self._digest()
         self._unrecorded.append(taken)
         self.units.end_step(total)
         self._losses.end_step(taken.skipped)
@@ -187,8 +209,8 @@ class Metrics:
     def _read(self, sums: Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
         """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of these samples.
 
-        All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank
-        with most. What is not known is None: communication of one process, utilization where the device's peak or the
+        All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is the value of the
+        rank with most. What is not known is None: communication of one process, utilization where the device's peak or the
         arithmetic of a sample is not known.
         """
         phases: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "communication")
@@ -239,7 +261,9 @@ class Metrics:
             skipped += [step] if is_skipped else []
         self._skipped += skipped
         self._grad_norm = float(self._unrecorded[-1].grad_norm)
-        digests = self._runtime.reduce(torch.stack(self._digests)).tolist()
+        if self._fed:
+            self._digest()
+        digests = self._runtime.reduce(torch.cat(self._digests)).tolist()
         spent = self.clock.spent()
         since = spent - self._recorded
         steps = ledger.StepSpan(
@@ -253,6 +277,10 @@ class Metrics:
         self._append(run_folder.LEDGER, ledger.line(steps))
         self._unrecorded, self._digests = [], []
         self._recorded_steps, self._recorded = steps.last, spent
+
+    def _digest(self) -> None:
+        self._digests.append(ledger.digest(torch.stack(self._fed)))
+        self._fed = []
 
     def record_saved(self, step: int, *, held_s: float, written_s: float) -> None:
         """Write down that the checkpoint after `step` steps is committed, and the seconds of ledger.Saved. In any thread."""
@@ -305,7 +333,7 @@ class UnitCounts:
 
     @property
     def seen(self) -> dict[str, float]:
-        """What the run has seen so far, by its name in a line."""
+        """Total so far, by its name in a line."""
         return self.named(seen=self.state())
 
     def result(self, training_s: float, *, steps: int) -> dict[str, float | None]:

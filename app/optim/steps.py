@@ -125,7 +125,10 @@ class Steps:
         if self._before_backward is not None:
             self._before_backward()
         undivided = weight * self._accumulation
-        loss = loss * (undivided.to(loss.dtype) if isinstance(undivided, torch.Tensor) else undivided)
+        if isinstance(undivided, torch.Tensor):
+            loss = loss * undivided.to(loss.dtype)
+        elif undivided != 1:
+            loss = loss * undivided
         if self._engine is None:
             self._accelerator.backward(loss)
         else:
@@ -187,12 +190,16 @@ class Steps:
         Of a sharded gradient each rank adds what it holds, and each element counts once.
         """
         gradients: list[torch.Tensor] = []
-        squares = torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
-        for copies, parameters in self._by_copies.items():
+        norms: list[torch.Tensor] = []
+        for parameters in self._by_copies.values():
             own = [parameter_groups.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            squares = squares + _norm(own).square() / copies
+            norms.append(_norm(own))
             gradients += own
-        norm: torch.Tensor = (self._accelerator.reduce(squares, "sum") if self._is_sharded else squares).sqrt()
+        if self._is_sharded:
+            squares = [norm.square() / copies for norm, copies in zip(norms, self._by_copies, strict=True)]
+            norm: torch.Tensor = self._accelerator.reduce(torch.stack(squares).sum(), "sum").sqrt()
+        else:
+            (norm,) = norms
         if self._clip_norm is not None:  # as torch's clip_grads_with_norm_ does
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
@@ -202,8 +209,9 @@ class Steps:
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all elements, a float64 scalar on the device of the tensors.
 
-    On a CPU torch adds up a tensor in a few float32 accumulators: the norm of 6 million elements is off by 2e-4, and that of a
-    shard by less. By rows it is off by 1e-7, and not slower. On GPUs torch's kernel takes pieces of 65,536 elements itself.
+    On a CPU torch adds up a tensor in a few float32 accumulators: the norm of 6 million elements is off by 2e-4, and the norm
+    of a shard by less. By rows it is off by 1e-7, and not slower. On GPUs torch's kernel takes pieces of 65,536 elements
+    itself.
     """
     if tensors[0].device.type == "cpu":
         tensors = [_row_norms(tensor) if tensor.numel() > _LARGE else tensor for tensor in tensors]
