@@ -1,24 +1,26 @@
-# make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
-# make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
-#                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
-# make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs
-# make test-long  by hand: what takes many minutes, such as sixty random kills
-# make test-lowest  by hand: the fast tests with the oldest versions that pyproject.toml allows, in .venv-lowest
-# make same-as BASE=main  by hand: whether a change that shall change no result changes none (tests/same_as.py)
-# make gpu        on a machine with a GPU: what it has to show in 10 minutes, the most important first, written to gpu-results/ as
-#                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance-gpu.md)
-#                 GPU_PYTHON=python3: in a Python that has its own torch, torchvision, accelerate and transformers, without a
-#                 network; what else it lacks is installed beside it, from the wheels in gpu-wheels/ (GPU_WHEELS=FOLDER)
-# make gpu-wheels brings these wheels, a few MiB, on a machine with a network, for GPU_PYTHON_VERSION (3.12)
-# make docs       docs/ as a site, in docs/_build
+# make demo       install into .venv and train the recipe digits on 2 processes, on the CPU
+# make test       install into .venv and run the fast tests; installs no system packages
+# make test-slow  the slow tests: every resume from one topology to another, more kills, more kinds of jobs
+# make test-long  run by hand: tests that take many minutes, such as sixty random kills
+# make test-lowest  run by hand: the fast tests with the oldest versions that pyproject.toml allows, in .venv-lowest
+# make lab-packages  as root on Debian or Ubuntu: install Slurm, mpirun, a browser and shellcheck, which some tests need
+# make same-as BASE=main  run by hand: check that this tree computes the same bits as another commit (tests/same_as.py)
+# make gpu        on a machine with a GPU: run the GPU measurements for 10 minutes, the most important first, and write each
+#                 result to gpu-results/ (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; see
+#                 benchmarks/RESULTS.md)
+#                 GPU_PYTHON=python3: use a Python that already has torch, torchvision, accelerate and transformers, without a
+#                 network; other packages are installed separately from the wheels in gpu-wheels/ (GPU_WHEELS=FOLDER)
+# make gpu-wheels download these wheels, a few MiB, on a machine with a network, for GPU_PYTHON_VERSION (3.12)
+# make docs       build docs/ as a site in docs/_build
 # make lint       linter, formatter and type checker
-# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+# PYTHON=python3.12 selects the interpreter for .venv.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 LOWEST := .venv-lowest
 PYTEST_ARGS ?=
+LAB_PACKAGES := slurm-wlm munge iproute2 procps openmpi-bin chromium shellcheck
 GPU_PYTHON ?=
 GPU_PYTHON_VERSION ?= 3.12
 GPU_ENV := .gpu
@@ -31,16 +33,16 @@ GPU_ARGS ?=
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
 
-# Two workers: the tests wait as long as they compute, for schedulers, time limits and processes that end.
+# Two workers: tests spend about half of their time waiting for schedulers, time limits and processes.
 PYTEST := $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --seconds-per-file
 
-test: $(VENV)/.compiled | lab-packages
+test: $(VENV)/.compiled
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.compiled | lab-packages
+test-slow: $(VENV)/.compiled
 	$(PYTEST) -m "slow and not long" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.compiled | lab-packages
+test-long: $(VENV)/.compiled
 	$(RUN)/python -m pytest -m long $(PYTEST_ARGS)
 
 test-lowest: $(LOWEST)/.compiled
@@ -60,11 +62,15 @@ $(GPU_ENV)/.installed: pyproject.toml $(wildcard $(GPU_WHEELS)/*.whl)
 	@touch $@
 
 lab-packages:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	    ! { command -v slurmctld && command -v mpirun && command -v chromium; } >/dev/null; then \
-	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	        slurm-wlm munge iproute2 procps openmpi-bin chromium; } >/dev/null || \
-	    echo "no Slurm, mpirun and browser could be installed: their tests will be skipped" >&2; fi
+	@missing=$$(for name in slurmctld munged ip pkill mpirun chromium shellcheck; do command -v $$name >/dev/null || echo $$name; done); \
+	if [ -z "$$missing" ]; then \
+	    echo "Slurm, mpirun, chromium and shellcheck are installed"; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	    echo "make lab-packages needs root and apt-get; otherwise install these packages: $(LAB_PACKAGES)" >&2; exit 1; \
+	else \
+	    echo "apt-get install $(LAB_PACKAGES)"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(LAB_PACKAGES) >/dev/null; \
+	fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .
@@ -84,7 +90,7 @@ $(RUN)/python:
 	    echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv python3-dev g++" >&2; \
 	    rm -rf $(VENV); exit 1; }
 
-# torch comes from the registry with its GPU libraries, several GB; they run on CPU as well.
+# pip downloads torch with its GPU libraries, several GB; they also run on a CPU.
 $(VENV)/.installed: pyproject.toml | $(RUN)/python
 	@echo "installing: torch with its GPU libraries is several GB, which takes some minutes"
 	$(RUN)/python -m pip install --quiet --editable .
@@ -94,7 +100,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --quiet --editable .[dev]
 	@touch $@ $(VENV)/.installed
 
-# pip has no way to choose the oldest versions; uv has.
+# uv can install the oldest allowed versions; pip cannot.
 $(LOWEST)/.compiled: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet uv
@@ -102,7 +108,7 @@ $(LOWEST)/.compiled: pyproject.toml
 	TORCH_EXTENSIONS_DIR=$(abspath $(LOWEST))/torch_extensions $(LOWEST)/bin/python -c "from app.distributed.runtime import load_operators; load_operators()"
 	@touch $@
 
-# DeepSpeed compiles what it needs on a CPU, for a minute or two: once, and not while tests wait for it.
+# DeepSpeed compiles its CPU kernels once, in a minute or two; tests must not wait for that.
 $(VENV)/.compiled: $(VENV)/.installed-dev
 	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -c "from app.distributed.runtime import load_operators; load_operators()"
 	@touch $@

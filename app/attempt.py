@@ -53,7 +53,7 @@ def launched_preset(given: str | None) -> Path | None:
 
 
 def typed_command() -> list[str]:
-    """Return the command that the user typed: that of the outermost parent process that is `samerun` or `accelerate launch`."""
+    """Return the command that the user typed: from the outermost parent process that is `samerun` or `accelerate launch`."""
     typed = sys.argv
     with suppress(psutil.Error):
         for parent in psutil.Process().parents():
@@ -184,7 +184,7 @@ def _before(origin: Resumed | str | None, earlier: Path) -> dict[str, Any]:
     try:
         before = run_folder.read_json(earlier) if earlier.exists() else {}
     except RunFolderError as error:  # after a power loss
-        print(f"note: {error} It is written again, without the values of the run's first start.", flush=True)  # noqa: T201
+        print(f"note: {error} It is written again, without the values of the run's first attempt.", flush=True)  # noqa: T201
         before = {}
     return {"init_from": before["init_from"], **found} if "init_from" in before else found
 
@@ -193,7 +193,7 @@ def _describe(parts: Parts, preset: Path | None, hosts: list[str]) -> dict[str, 
     runtime, recipe, task = parts.runtime, parts.loaded.recipe, parts.task
     launched, plan, own = runtime.launched, runtime.plan, {}
     if recipe.task not in tasks.SHIPPED:  # what reports need to know, because they do not read its file
-        own = {"task_digest": tasks.digest(recipe.task), "not_learnt": sorted(recipe_file.not_learnt(recipe.task))}
+        own = {"task_digest": tasks.digest(recipe.task), "not_learnt": sorted(recipe_file.marked("not_learnt", recipe.task))}
     return {
         "recipe": parts.loaded.name,
         "task": recipe.task,

@@ -232,7 +232,7 @@ class Feed:
             self._dropout.end()
 
     def passes(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Return the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
+        """Return the batches of a step (from 0) with their weights, whose mean over all ranks and passes is 1 / passes."""
         batches = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
         weighed = self._weighed(step, batches)
         return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
@@ -240,6 +240,14 @@ class Feed:
     def samples_of(self, step: int) -> list[int]:
         """Return the indices of the samples of a step (from 0)."""
         return samples_of(self._recipe, len(self._samples), step).tolist()  # type: ignore[no-any-return]
+
+    def not_finite(self, step: int) -> str:
+        """Return a sentence on a sample of a step (from 0) that is not finite, fetched as in an evaluation; empty: all are."""
+        for index in self.samples_of(step):
+            for name, field in self._samples.fetch(np.array([index]), None).items():
+                if isinstance(field, torch.Tensor) and field.is_floating_point() and not field.isfinite().all():
+                    return f"Field {name!r} of training sample {index} is not finite: correct the data"
+        return ""
 
     def _next(self, step: int, number: int) -> Batch:
         self._runtime.alive(step=step)

@@ -4,7 +4,7 @@
     +-- UsageError       2  an option of the command line is unknown, or lacks its value
     +-- RecipeError      3  the recipe or a key=value override is wrong
     +-- PresetError      4  the preset is wrong, or Accelerate did not do what it says
-    +-- TopologyError    5  the running processes are not the ones that were asked for
+    +-- TopologyError    5  the running processes, nodes or devices are not the requested ones
     +-- DataError        6  the data is missing, unreadable or not what the recipe says
     +-- RunFolderError   7  the run folder cannot be used
     +-- TrainingError    8  the training failed, for example with a loss that is not finite
@@ -44,7 +44,7 @@ try the same command again. It is not 0, so `&&` and Slurm's `afterok` do not ta
 
 def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "", then: str = "", cutoff: float = 0.6) -> str:
     """Return "did you mean A or B?" for the known names nearest to a word, or `otherwise`; `then` follows in any case."""
-    near = difflib.get_close_matches(word, known, n=3, cutoff=cutoff)
+    near = difflib.get_close_matches({"ddp": "multi_gpu"}.get(word, word), known, n=3, cutoff=cutoff)
     return " ".join(filter(None, [f"did you mean {' or '.join(near)}?" if near else otherwise, then]))
 
 
@@ -71,13 +71,13 @@ class RecipeError(SamerunError):
 
 
 class PresetError(SamerunError):
-    """The preset asks for something impossible, or for something that Accelerate did not do."""
+    """The preset requests something impossible, or Accelerate did not do what it requests."""
 
     exit_code = 4
 
 
 class TopologyError(SamerunError):
-    """The running processes are not the ones that were asked for."""
+    """The running processes, nodes or devices are not the requested ones."""
 
     exit_code = 5
 
@@ -210,7 +210,7 @@ def skip_destructors_if_failed() -> threading.Event:
 
     To be called first of all: what others have registered with `atexit` runs before. After an error the traceback keeps the
     model and its process group, and gloo, destroyed with work under way, aborts now and then ("terminate called without an
-    active exception"): the exit code would be that of SIGABRT, and a line of C++ the last of the log.
+    active exception"): the exit code would report SIGABRT, and a line of C++ the last of the log.
     """
     failed = threading.Event()
 

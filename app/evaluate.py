@@ -46,7 +46,7 @@ _IGNORED = ("model", "augment", "train", "optim", "log", "checkpoint", "profile"
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
     parser = Parser("evaluate", "Evaluate a finished run or an exported model.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, exported model or transformers folder")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run, exported model or transformers folder")
     parser.add_argument("--recipe", metavar="NAME|PATH", help="for a transformers folder: the recipe with the text to score")
     parser.add_argument("--split", choices=("train", "validation", "test"), help="split to score (default: test, or validation "
         "if there is no test split)")  # fmt: skip

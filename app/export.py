@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(reader: Reader, out: Path, *, key: str, force: bool = False, program: str = "") -> list[Path]:
-    """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, that of an index last.
+    """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, an index last.
 
     They go into the folder `out`, with the files that rebuild the model, or alone into the file `out` if it ends in
     .safetensors. `program` is the model card's text about a program next to them.
@@ -243,7 +243,7 @@ def _put(path: Path, content: bytes | Mapping[str, Content]) -> None:
 def _parser() -> Parser:
     parser = Parser("export", "Write the weights of a checkpoint as a plain model.safetensors file, with the files that "
         "rebuild the model. Needs no GPU and little memory, whatever the size of the model.")  # fmt: skip
-    parser.add_argument("place", type=Path, metavar="RUN|CHECKPOINT", help="run folder (its newest complete "
+    parser.add_argument("place", type=run_folder.existing, metavar="RUN|CHECKPOINT", help="run folder (its newest complete "
         "checkpoint), or a checkpoint")  # fmt: skip
     options.add_best(parser)
     options.add_full_traceback(parser)
@@ -252,7 +252,7 @@ def _parser() -> Parser:
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "
         "themselves (default: average if the run has one, else raw)")  # fmt: skip
     parser.add_argument("--to", choices=PROGRAMS, help="also write a program that needs no code of ours: torch, model.pt2 by "
-                        "torch.export; onnx, model.onnx (pip install \"samerun[onnx]\"). Its outputs are compared with the "
+                        "torch.export; onnx, model.onnx (pip install -e \".[onnx]\"). Its outputs are compared with the "
                         "model's")  # fmt: skip
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter (model.lora_rank), as a folder "
         "that peft loads (default: the weights with the adapter merged into them)")  # fmt: skip

@@ -186,11 +186,11 @@ def _log(run: Training, step: int, *, is_last: bool) -> None:
     run.checkpoints.finish()
     which = f"the last {skipped} steps up to step {step}" if skipped > most else f"all {step} steps of the run"
     samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
+    remedy = "Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike or look at the samples"
     raise TrainingError(
         f"{which} were skipped because loss or gradient was not finite or a spike, and train.max_skipped_steps is {most} "
         f"(learning rate {rate:g}; {run.steps.verdict}; the last batch has the samples {samples}, ...). "
-        f"{run.checkpoints.latest}. Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise "
-        "train.max_gradient_spike, or look at these samples."
+        f"{run.checkpoints.latest}. {run.feed.not_finite(step - 1) or remedy}."
     )
 
 

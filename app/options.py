@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from app import tasks
+from app.environment.launched import PRECISIONS
 from app.errors import RecipeError, TrackerError, UsageError, did_you_mean, short_traceback
 from app.recipe import recipe_file
+from app.runs import run_folder
 
 _N = TypeVar("_N", int, float, str)
 
@@ -50,6 +52,8 @@ def value_reader(kind: Callable[[str], _N], is_allowed: Callable[[_N], bool], ex
     return read
 
 
+whole = value_reader(int, lambda _: True, "a whole number, such as 2")
+precision = value_reader(str, PRECISIONS.__contains__, "no (float32), bf16 or fp16; fp8 is not supported")
 positive = value_reader(int, lambda value: value >= 1, "a whole number, 1 or more")
 not_negative = value_reader(int, lambda value: value >= 0, "a whole number, 0 or more")
 above_zero = value_reader(float, lambda value: 0 < value < math.inf, "a number, more than 0, such as 2.5")
@@ -93,11 +97,15 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage; no option is abbreviated."""
 
     def __init__(self, command: str, description: str, **settings: Any) -> None:
-        """`command` is the part after `samerun`; `settings` are those of `ArgumentParser`."""
+        """`command` is the part after `samerun`; `settings` go to `ArgumentParser`."""
         prog = f"samerun {command}".strip()
         super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help, **settings)
         for name in (None, "store"):
             self.register("action", name, _Once)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; unlike argparse, raise an error if it cannot be written."""
+        (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
@@ -106,9 +114,10 @@ class Parser(argparse.ArgumentParser):
     def parse_all(
         self, argv: Sequence[str] | None, *, also: Collection[str] = (), after_dashes: Collection[str] = ()
     ) -> argparse.Namespace:
-        """Parse options and positional arguments in any order; None: those of this program. Raises UsageError for others.
+        """Parse options and positional arguments in any order; None: the arguments of this program. Raises UsageError for
+        others.
 
-        `also` are options that the command has besides those of this parser, `after_dashes` those that it takes after `--`.
+        `also` are options that the command has in addition to this parser's, `after_dashes` the ones that it takes after `--`.
         """
         arguments, unknown = self.parse_known_intermixed_args(argv)
         here = [*self.options(), *also]
@@ -170,8 +179,10 @@ def _meant_by_word(word: str, task: str, known: Collection[str]) -> str:
     if word in recipe_file.names() or word.endswith((".yaml", ".yml")):
         is_preset = Path(word).is_file() and b"distributed_type" in Path(word).read_bytes()
         return f"give --{'preset' if is_preset else 'recipe'} {shlex.quote(word)}"
+    if Path(word, run_folder.RUN).exists():
+        return f"`samerun resume {shlex.quote(word)}` continues this run"
     recipes = [f"--recipe {name}" for name in recipe_file.names()]
-    return recipe_file.meant(word, task, known) or did_you_mean(f"--recipe {word}", recipes, cutoff=0.85)
+    return recipe_file.meant(word.rstrip(":"), task, known) or did_you_mean(f"--recipe {word}", recipes, cutoff=0.85)
 
 
 class _Once(argparse.Action):
@@ -257,7 +268,7 @@ def add_best(parser: argparse._ActionsContainer) -> None:
 def add_full_traceback(parser: argparse._ActionsContainer) -> None:
     """Add `--full-traceback`: of errors in code of the user's."""
     parser.add_argument("--full-traceback", action="store_true", help="show all frames of an error in your own code, not only "
-        "those in your files")  # fmt: skip
+        "the ones in your files")  # fmt: skip
 
 
 def add_workers(parser: argparse._ActionsContainer) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from app import options
 from app.errors import SamerunError, exits_refused, leave_with, printable
 from app.options import Parser, positive
+from app.runs import run_folder
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
     parser = Parser("predict", "Predict new inputs with the model of a finished run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run folder")
     parser.add_argument("files", type=Path, nargs="+", metavar="PATH", help="input of the task; for image classification an "
         "image in any format that Pillow reads")  # fmt: skip
     parser.add_argument("--task", metavar="PATH", help="the run's task file, if it was moved (default: where it was)")

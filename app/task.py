@@ -1,4 +1,4 @@
-"""The contract of a task: what is special about pictures, text or a problem of one's own, and all that the application asks.
+"""The contract of a task: what is special about images, text or your own problem, and all that the application asks.
 
 A task is one process's view. It knows no rank, no device and no strategy: the application deals the samples, brings batches to
 the device, distributes the model, and adds up over the ranks.
@@ -96,7 +96,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Form:
-    """How the model wants its floating-point inputs."""
+    """Precision and memory format of the model's floating-point inputs."""
 
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
@@ -112,11 +112,11 @@ class LowRank(NamedTuple):
     """Name of the second [outputs, rank]."""
     factor: float
     transposed: bool
-    """Whether the weight is [inputs, outputs]."""
+    """True if the weight is [inputs, outputs]."""
 
 
 class Adapters(NamedTuple):
-    """How a model with adapters (small trained matrices next to frozen layers) is written into files of plain weights."""
+    """Rule by which a model with adapters (small trained matrices next to frozen layers) is written as plain weights."""
 
     names: Mapping[str, str]
     """Names in the file of parameters that have another name in the model."""
@@ -163,11 +163,11 @@ class Task:
     monitor: tuple[str, Literal["max", "min"]] = ("loss", "min")
     """The score that chooses the best checkpoint, and whether "max" or "min" is better."""
     count_unit: str = SAMPLES
-    """What `Loss.count` counts, in the plural, usable in a key: with "tokens" a run logs `tokens_seen` and `tokens_per_s`."""
+    """Unit of `Loss.count`, in the plural, usable in a key: with "tokens" a run logs `tokens_seen` and `tokens_per_s`."""
     group_size: int = 1
     """Number of samples, next to each other in the order, whose losses may depend on each other."""
     channels_last: bool = False
-    """Whether the network is faster in channels-last memory order on every device (for `train.channels_last: null`)."""
+    """True if the network is faster in channels-last memory order on every device (for `train.channels_last: null`)."""
     blocks: Sequence[str] | None = None
     """Class names of the model's repeated layers, such as ("DecoderLayer",). None: those that the model names in
     `_no_split_modules`, as transformers' models do."""
@@ -250,7 +250,7 @@ class Task:
         raise NotImplementedError
 
     def reduce_metrics(self, sums: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
-        """Return the scores of a whole split by name, and tables of scores. `rows` are those of all samples, on the CPU.
+        """Return the scores of a whole split by name, and tables of scores. `rows` are the rows of all samples, on the CPU.
 
         Default: the mean of each sum; a sum with several numbers becomes a table, indexed by position.
         """

@@ -118,7 +118,7 @@ def _await_rest() -> None:
 
 
 class Work:
-    """What the programs of images and of text have in common.
+    """Common part of the programs of images and of text.
 
     Each kind has `build` (the model), `loss` (of a batch), `batches` (on the device, as fast as that goes) and `dataset` (for a
     DataLoader).

@@ -1,4 +1,4 @@
-"""What saving costs, compared with `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2]`.
+"""The cost of saving, compared with `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2]`.
 
 A Llama whose weights and AdamW moments are as large as wanted trains on 1 and on 2 processes under DDP, and is saved after each
 step both ways, in turns. Each line of the table is the slowest rank:

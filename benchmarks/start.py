@@ -1,4 +1,4 @@
-"""What it costs to come to the first step of one process: `python -m benchmarks.start [--rounds N]`.
+"""The cost of reaching the first step of one process: `python -m benchmarks.start [--rounds N]`.
 
 A plain script by itself, the same under `accelerate launch`, and `samerun launch`, in turns. Each is watched until it prints
 that its first step is over, and then ended: seconds of wall-clock time, and CPU seconds of all its processes.

@@ -1,6 +1,6 @@
-"""Which room stands on which floor, who imports whom, and the picture of it: docs/floors.svg.
+"""Layers of the packages ("floors" of "rooms"), their imports, and the picture docs/floors.svg.
 
-tests/test_floors.py holds the code to it. The floors are said here; the lines of the picture are the imports themselves.
+The layers are listed here; tests/test_floors.py checks every import. The lines of the picture are the imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 OURS = ("app", "launch", "benchmarks")
 
-# From the ground up. Each entry is a room: a folder, or a module alone.
+# From the lowest layer up. Each entry is a room: a package, or a module outside of any listed package.
 FLOORS: list[list[str]] = [
     ["app.errors"],
     ["app.files", "app.tasks"],
@@ -38,9 +38,9 @@ FLOORS: list[list[str]] = [
     ["app.checks", "app.planning.plan"],
     ["benchmarks"],
 ]
-LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 19  # those from this one on start processes with it
-# The rooms of launch/, each of which sees those before it.
+LAUNCHER_FLOOR = 5  # the highest layer that launch/ may import
+STARTERS_FLOOR = 19  # the lowest layer that may start processes with launch/
+# The rooms of launch/; each may import the ones before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     (
         "launch.shipped",
@@ -56,11 +56,11 @@ LAUNCH_ROOMS: list[tuple[str, ...]] = [
 ]
 
 Graph = dict[str, set[str]]
-"""For each room the rooms that it imports."""
+"""Rooms that each room imports."""
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of ours and its file, without those of packages."""
+    """Return the files of all modules, without `__init__.py`, by name."""
     return {name: file for name, file in _all_modules().items() if file.stem != "__init__"}
 
 
@@ -71,13 +71,13 @@ def _all_modules() -> dict[str, Path]:
 
 
 def place(module: str) -> tuple[int, str] | None:
-    """Return the floor and the room of a module; a room within another has its own floor."""
+    """Return the layer and the room of a module; the innermost room counts."""
     found = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if f"{module}.".startswith(f"{room}.")]
     return max(found, key=lambda it: len(it[1]), default=None)
 
 
 def imports(file: Path, *, for_types: bool = True) -> set[str]:
-    """Return the modules of ours that a file imports, anywhere in it; those that only a type checker sees, if wanted."""
+    """Return the modules of this repository that a file imports anywhere, with `for_types` also under TYPE_CHECKING."""
     known = _all_modules()
     found = set()
     tree = ast.parse(file.read_text())
@@ -95,7 +95,7 @@ def imports(file: Path, *, for_types: bool = True) -> set[str]:
 
 
 def rooms_imported() -> Graph:
-    """Return which rooms each room imports, without what follows from others: A -> C, where A -> B -> C. launch/ is one."""
+    """Return the rooms that each room imports, without transitive ones (A -> C if A -> B -> C). launch/ is one room."""
     graph: Graph = {room: set() for rooms in FLOORS for room in rooms} | {"launch": set()}
     for module, file in modules().items():
         here = _room(module)
@@ -110,7 +110,7 @@ def _room(module: str) -> str:
 
 
 def _reached(graph: Graph, room: str) -> set[str]:
-    """Every room that one imports, itself or by way of others."""
+    """Return all rooms that a room imports, directly or indirectly."""
     found: set[str] = set()
     ahead = [room]
     while ahead:
@@ -120,8 +120,8 @@ def _reached(graph: Graph, room: str) -> set[str]:
     return found
 
 
-# The picture: a row for each floor, its rooms in boxes, and a line from each room down to what it imports. launch/ stands
-# aside, above the floors that it sees and below those that start processes with it.
+# The picture: a row for each layer, its rooms in boxes, and a line from each room down to what it imports. launch/ is at the
+# side, above the layers that it imports and below those that start processes with it.
 _WIDTH, _ROW, _BOX = 900, 46, 24
 _LEFT, _RIGHT, _ASIDE = 40, 890, 760
 _LAUNCH_FLOOR = 12
@@ -142,7 +142,7 @@ def picture() -> str:
     drawn = [*_bands(), *(_line(centres, room, to) for room, to in imported), *(_box(*it) for it in sorted(centres.items()))]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">\n'
-        f"<title>The floors: a room imports only rooms below it</title>\n<style>{_STYLE}</style>\n"
+        f"<title>The layers: a package imports only packages of lower layers</title>\n<style>{_STYLE}</style>\n"
         f'<rect width="{_WIDTH}" height="{height}" style="stroke:none"/>\n{chr(10).join(drawn)}\n</svg>\n'
     )
 
@@ -152,7 +152,7 @@ def _bands() -> Iterator[str]:
         if floor % 2 == 0:
             yield f'<rect class="band" x="0" y="{_y(floor) - _ROW / 2:g}" width="{_WIDTH}" height="{_ROW}"/>'
         yield f'<text class="side" x="10" y="{_y(floor) + 4:g}">{floor}</text>'
-    edges = ((STARTERS_FLOOR - 1, 15, "those above may start launch"), (LAUNCHER_FLOOR, -6, "launch sees those below"))
+    edges = ((STARTERS_FLOOR - 1, 15, "those above may start launch"), (LAUNCHER_FLOOR, -6, "launch imports those below"))
     for below, shift, words in edges:
         y = _y(below) - _ROW / 2
         yield f'<path class="edge" d="M{_LEFT} {y:g}H{_WIDTH}"/>'
@@ -160,7 +160,7 @@ def _bands() -> Iterator[str]:
 
 
 def _y(floor: int) -> float:
-    """The middle of a floor."""
+    """Return the y coordinate of the middle of a layer."""
     return 4 + _ROW * (len(FLOORS) - floor - 0.5)
 
 
@@ -173,7 +173,7 @@ def _width(room: str) -> float:
 
 
 def _centres(graph: Graph) -> dict[str, tuple[float, float]]:
-    """The middle of each box. On a floor they stand in the order of the boxes they are joined with: few lines cross."""
+    """Return the middle of each box. Within a layer, boxes are ordered by their neighbors, so that few lines cross."""
     joined = {room: sorted(graph[room] | {other for other in graph if room in graph[other]}) for room in graph}
     order = [list(rooms) for rooms in FLOORS]
     x = {"launch": float(_ASIDE)}
@@ -187,7 +187,7 @@ def _centres(graph: Graph) -> dict[str, tuple[float, float]]:
 
 
 def _spread(rooms: list[str], right: float) -> dict[str, float]:
-    """The middles of the boxes of a floor, evenly apart."""
+    """Return the middles of the boxes of a layer, evenly spaced."""
     gap = (right - _LEFT - sum(map(_width, rooms))) / (len(rooms) + 1)
     begins = [_LEFT + gap * (index + 1) + sum(map(_width, rooms[:index])) for index in range(len(rooms))]
     return {room: round(begin + _width(room) / 2, 1) for room, begin in zip(rooms, begins, strict=True)}

@@ -15,7 +15,7 @@ from samerun import Loss, Samples
 class Model:
     width: int = 256
     teacher: str | None = None
-    "The weights of a teacher of width 256: model.safetensors of its run. None: there is no teacher."
+    "Weights of a teacher of width 256: model.safetensors of its run. None: no teacher."
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Somebody else's Dataset with random transforms of its own: folders of pictures, one for each class, read by torchvision. The
-transforms draw from the generator of Python, NumPy or torch: `Samples.of` seeds these for each sample, so that a picture is
-changed alike on whatever process it is read."""
+"""A third-party Dataset with its own random transforms: class folders of images, read by torchvision. The transforms draw from
+the generator of Python, NumPy or torch: `Samples.of` seeds these for each sample, so an image gets the same transform in every
+process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ SIZE = 32  # pixels
 @dataclass(frozen=True)
 class Data:
     places = ("path",)
-    path: str = "pictures"
-    "Folder with train/ and val/, and in each of these a folder of pictures for each class."
+    path: str = "images"
+    "Folder with train/ and val/, and in each of them a folder of images for each class."
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sections:
     data: Data = Data()
 
 
-class Pictures:
+class Images:
     monitor = ("accuracy", "max")
 
     def __init__(self, sections):
@@ -36,13 +36,13 @@ class Pictures:
 
     def samples(self, split):
         if split == "validation":
-            return None  # there is no folder: `train.validation_fraction` holds some of the training samples back
+            return None  # no folder: `train.validation_fraction` holds out some of the training samples
         random = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2, 0.2)]
         changes = random if split == "train" else [v2.Resize((SIZE, SIZE))]
         to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         name = {"train": "train", "test": "val"}[split]
-        pictures = ImageFolder(self.folder / name, transform=v2.Compose([*changes, *to_tensor]))
-        return Samples.of(pictures, names=("pictures", "labels"), facts={"classes": pictures.classes})
+        images = ImageFolder(self.folder / name, transform=v2.Compose([*changes, *to_tensor]))
+        return Samples.of(images, names=("images", "labels"), facts={"classes": images.classes})
 
     def model(self, metadata):
         first = [nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GroupNorm(8, 32), nn.GELU()]
@@ -50,11 +50,11 @@ class Pictures:
         return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, len(metadata["classes"])))
 
     def loss(self, model, batch):
-        return Loss(cross_entropy(model(batch["pictures"]), batch["labels"]))
+        return Loss(cross_entropy(model(batch["images"]), batch["labels"]))
 
     def metrics(self, model, batch, valid):
-        right = model(batch["pictures"]).argmax(1) == batch["labels"]
+        right = model(batch["images"]).argmax(1) == batch["labels"]
         return Scores.of({"accuracy": right}, valid)
 
 
-task = Pictures
+task = Images

@@ -1,5 +1,5 @@
-"""Pictures with several labels, of which some are missing: which digits are on a picture of four? Nobody has said it of every
-digit, and what was not said has no part in the loss. Scored by the mean average precision, which takes all samples at once.
+"""Multi-label classification with missing labels: which digits are in an image of four? Some labels are unknown and have no
+part in the loss. The metric is the mean average precision over all samples.
 """
 
 from importlib.resources import files
@@ -25,7 +25,7 @@ class Multilabel:
         rows = digits["images"][four].reshape(-1, 2, 2, 8, 8).transpose(0, 1, 3, 2, 4).reshape(-1, 1, 16, 16)
         labels = (digits["labels"][four][:, :, None] == np.arange(CLASSES)).any(axis=1).astype(np.float32)
         labels[chooses.random(labels.shape) < 0.3] = MISSING
-        return Samples.of({"pictures": torch.from_numpy(rows / np.float32(16)), "labels": torch.from_numpy(labels)})
+        return Samples.of({"images": torch.from_numpy(rows / np.float32(16)), "labels": torch.from_numpy(labels)})
 
     def model(self, metadata):
         return nn.Sequential(
@@ -39,11 +39,11 @@ class Multilabel:
 
     def loss(self, model, batch):
         labels = batch["labels"]
-        losses = F.binary_cross_entropy_with_logits(model(batch["pictures"]), labels.clamp(min=0), reduction="none")
+        losses = F.binary_cross_entropy_with_logits(model(batch["images"]), labels.clamp(min=0), reduction="none")
         return Loss.of((losses * (labels != MISSING)).sum(), self.count(batch))
 
     def metrics(self, model, batch, valid):
-        return Scores({}, rows=torch.cat([model(batch["pictures"]), batch["labels"]], dim=1).double())
+        return Scores({}, rows=torch.cat([model(batch["images"]), batch["labels"]], dim=1).double())
 
     def reduce_metrics(self, sums, rows):
         found = [average_precision(*rows[:, [k, CLASSES + k]].unbind(1)) for k in range(CLASSES)]

@@ -1,5 +1,5 @@
-"""A regression: how high the land is, from where it is. The heights, measured at the Jacksboro fault in Tennessee, come with
-matplotlib. Scored by the root of the mean squared error, in metres, at points that were held back.
+"""Regression: the elevation of a place from its coordinates. The elevations, measured at the Jacksboro fault in Tennessee, come
+with matplotlib. The metric is the root mean squared error, in meters, at held-out points.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Segmentation: which digit does each pixel belong to, or none? At the edge of a stroke nobody can say: such pixels are
-ignored, so that pictures have unlike numbers of pixels to learn from. Scored by the mean intersection over union.
+"""Segmentation: the digit of each pixel, or none. Ambiguous pixels at the edge of a stroke are ignored, so the number of
+pixels in the loss differs between images. The metric is the mean intersection over union.
 """
 
 from importlib.resources import files
@@ -22,7 +22,7 @@ class Segmentation:
         chosen = {"train": slice(1000), "validation": slice(1000, 1400), "test": slice(1400, None)}[split]
         ink, digit = digits["images"][chosen], digits["labels"][chosen].astype(np.int64)
         pixels = np.where(ink >= 8, digit[:, None, None], np.where(ink <= 2, GROUND, IGNORED))  # of 16
-        return Samples.of({"pictures": torch.tensor(ink[:, None] / 16).float(), "pixels": torch.tensor(pixels)})
+        return Samples.of({"images": torch.tensor(ink[:, None] / 16).float(), "pixels": torch.tensor(pixels)})
 
     def model(self, metadata):
         return nn.Sequential(
@@ -32,16 +32,16 @@ class Segmentation:
         )  # fmt: skip
 
     def count(self, batch):
-        "What the loss of a pass is the mean of: added up over all processes before a step, so that each pixel weighs alike."
+        "Pixels that count in the loss: summed over all processes before a step, so that each pixel has the same weight."
         return (batch["pixels"] != IGNORED).sum()
 
     def loss(self, model, batch):
-        logits = model(batch["pictures"])  # [B, CLASSES, 8, 8]
+        logits = model(batch["images"])  # [B, CLASSES, 8, 8]
         total = F.cross_entropy(logits, batch["pixels"], ignore_index=IGNORED, reduction="sum")
         return Loss.of(total, self.count(batch))
 
     def metrics(self, model, batch, valid):
-        truth, found = batch["pixels"], model(batch["pictures"]).argmax(1)
+        truth, found = batch["pixels"], model(batch["images"]).argmax(1)
         counted = valid[:, None, None] & (truth != IGNORED)
         pairs = torch.bincount(truth[counted] * CLASSES + found[counted], minlength=CLASSES**2).view(CLASSES, CLASSES)
         both, either = pairs.diag(), pairs.sum(0) + pairs.sum(1) - pairs.diag()

@@ -1,5 +1,5 @@
-"""A table: which network connections are attacks. Reads the two files of NSL-KDD, https://www.unb.ca/cic/datasets/nsl.html.
-Three of its 41 columns hold words: each word of the training file becomes a feature of its own, 113 features or so in all."""
+"""A table: classify network connections as attacks or not. Reads the two files of NSL-KDD, https://www.unb.ca/cic/datasets/nsl.html.
+Three of its 41 columns hold words: each word of the training file becomes a feature, about 113 features in all."""
 
 import csv
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from samerun import Loss, Samples
 
 WORDS = (1, 2, 3)  # protocol, service and flag
-NUMBERS = [column for column in range(41) if column not in WORDS]  # column 41 says what the connection was
+NUMBERS = [column for column in range(41) if column not in WORDS]  # column 41 is the kind of connection
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Table:
 
     def samples(self, split):
         if split == "validation":
-            return None  # there is no file: `train.validation_fraction` holds some of the training samples back
+            return None  # no file: `train.validation_fraction` holds out some of the training samples
         train, test = (list(csv.reader((self.folder / f"KDD{name}+.txt").open())) for name in ("Train", "Test"))
         words = [(column, word) for column in WORDS for word in sorted({row[column] for row in train})]
         rows = train if split == "train" else test

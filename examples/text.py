@@ -1,5 +1,5 @@
-"""Text: which library is a docstring from, numpy or torch? Its bytes are read by an encoder of the library transformers, made
-from a config and not pretrained. Dropout is off: inside attention it cannot be the same on any number of processes.
+"""Text classification: is a docstring from numpy or torch? An encoder of transformers, built from a config and not pretrained,
+reads its bytes. Dropout is off: inside attention it cannot be the same on any number of processes.
 """
 
 from dataclasses import dataclass

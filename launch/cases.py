@@ -12,10 +12,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from app.environment.slurm_variables import JOB
 from app.errors import STOPPED, SamerunError, SubmitError, TopologyError, UsageError
 from app.options import Parser
-from app.recipe import recipe_file
+from app.recipe import kinds, recipe_file
 from launch.run_module import program
 from launch.start import resolved, supervise
 
@@ -48,7 +50,8 @@ def combinations(text: str, *, fixed: Sequence[str] = (), source: str = "--array
     for part in text.split(";"):
         key, equals, listed = (word.strip() for word in part.partition("="))
         choices = _choices(listed)
-        if not equals or not key or not all(choices) or key in values or len(set(choices)) < len(choices):
+        values_of = {kinds.plain(yaml.ScalarNode("", choice)) for choice in choices}  # 1e-3 and 0.001 are one
+        if not equals or not key or not all(choices) or key in values or len(values_of) < len(choices):
             example = "expected key=value,value, each key and value once, as in 'optim.lr=0.1,0.2;seed=0,1'"
             problems.append(f"{source} has {part!r}: {example}")
         values[key] = choices
@@ -110,7 +113,7 @@ class RunCase:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier start of the list has finished this run."""
+        """True if an earlier attempt at the list has finished this run."""
         return (self.run_dir / "result.json").exists()
 
     @property
@@ -131,7 +134,7 @@ def problems(case: RunCase, environment: Mapping[str, str]) -> list[str]:
         before, now = map(recipe_file.flat, (recipe_file.load(str(case.run_dir / "recipe.yaml")).recipe, recipe))
     except SamerunError as error:
         return str(error).splitlines()
-    may_differ = recipe_file.not_learnt(recipe.task) | recipe_file.places(recipe.task)
+    may_differ = recipe_file.marked("not_learnt", recipe.task) | recipe_file.marked("places", recipe.task)
     differing = [key for key in now if key not in may_differ and before.get(key) != now[key]]
     which = ", ".join(f"{key} is {before.get(key)} there and {now[key]} here" for key in differing)
     return [f"{case.run_dir} holds a finished run of another recipe, {which}: choose another folder"] if differing else []
@@ -182,7 +185,7 @@ def run(
 
 
 def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
-    """Run `samerun sweep` with these arguments and return its exit code: that of the first run that failed, if one did.
+    """Run `samerun sweep` with these arguments and return its exit code: the first failed run's, if one failed.
 
     A key with several values is swept, as in `samerun submit --array`; everything else is given to each run, which is an
     ordinary `samerun launch`. The same command again resumes the sweep. Raises SamerunError with everything that is wrong,
@@ -196,7 +199,7 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
         "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.")  # fmt: skip
     parser.add_argument("--run-dir", metavar="PATH", help="folder of the run folders, each named by what differs (default: "
                         "runs/<recipe>-sweep)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command of each run and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check like `samerun launch --dry-run`, print commands and stop")
     options, words = parser.parse_known_args(argv)
     launching, _, training = resolved.read(words)
     swept = [word for word in training.overrides if len(_choices(word.partition("=")[2])) > 1]

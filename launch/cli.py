@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["launch"]:  # of a node
             Recorder(errors_folder(own_environment())).record(error)
         if is_in_step(own_environment()):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun's, after another task failed: this one has its own exit code
             time.sleep(1.0)  # srun ends the step immediately, and output that it has not read by then is lost
         return error.exit_code
     except KeyboardInterrupt:
@@ -77,7 +78,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
         "submit": ("launch.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
         "sweep": ("launch.cases", "sweep", "train every combination of some recipe values, one after the other"),
-        "train": ("app.train", "main", "train in this process, or in those that `accelerate launch` started"),
+        "train": ("app.train", "main", "train in this process, or in the processes that `accelerate launch` started"),
         "watch": ("app.reports.watch", "main", "follow a run in the terminal"),
         "stop": ("launch.start.launch", "stop", "make a run save a checkpoint and stop"),
         "resume": ("launch.start.launch", "resume", "continue a run from its newest checkpoint"),

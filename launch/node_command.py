@@ -53,7 +53,7 @@ def accelerate_argv(
 ) -> list[str]:
     """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
 
-    `node_rank` stands for another node, `mixed_precision` replaces the preset's, and `sizes` replace those of its
+    `node_rank` stands for another node, `mixed_precision` replaces the preset's, and `sizes` replace the sizes in its
     parallelism_config. Where the names of the hosts are known, each line of a process begins with its rank and host. With one
     process, the presets for several work unchanged: their process is a group of one, with a RANK and a WORLD_SIZE like any
     other (only the option --multi_gpu refuses it, which a file does not set).

@@ -80,6 +80,7 @@ _REFUSED = {
 _NOTHING = {"gpu_ids": ("all",), "rdzv_backend": ("static",), "same_network": (True,), "downcast_bf16": ("no",),
             "gradient_accumulation_steps": (1, "auto")}  # fmt: skip
 _OFFLOAD = ("none", "cpu")
+_BACKENDS = ("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "ONNXRT", "TENSORRT", "TVM", "HPU_BACKEND")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3), "offload_optimizer_device": _OFFLOAD, "offload_param_device": _OFFLOAD,
     "compute_environment": ("LOCAL_MACHINE",), "mixed_precision": PRECISIONS,
@@ -95,11 +96,11 @@ class Preset:
     settings: Mapping[str, Any] = field(repr=False)
     """The whole file."""
     strategy: Strategy
-    """How the processes cooperate: `Launched.strategy`."""
+    """The strategy: `Launched.strategy`."""
     mixed_precision: str
     """Precision of the forward and backward pass, unless the command line gives another."""
     use_cpu: bool
-    """Whether it asks for the CPU, also where there is a GPU."""
+    """True if it requests the CPU, also where there is a GPU."""
     sizes: Mapping[str, int]
     """Sizes of its `parallelism_config`, by the names without their prefix; -1 is derived from the topology."""
     deepspeed: Mapping[str, Any] | None
@@ -112,7 +113,7 @@ class Preset:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether it starts one process even if more are requested."""
+        """True if it starts one process even if more are requested."""
         return bool(self.settings["distributed_type"] == "NO")
 
     @property
@@ -121,7 +122,7 @@ class Preset:
         return self.settings.get("num_processes")
 
     def degrees(self, topology: Topology, requested: Mapping[str, int] = MappingProxyType({})) -> Degrees:
-        """Return the degrees of a launch, in which the sizes of the command line, `requested`, replace those of the file.
+        """Return the degrees of a launch, in which the sizes of the command line, `requested`, replace the file's.
 
         Raises PresetError for a size that the preset does not have, and TopologyError for one that does not divide the
         processes.
@@ -255,11 +256,17 @@ def _basic_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if kind is False or precision is False:
         yield "distributed_type or mixed_precision", " is false in YAML: write 'NO' or 'no', with quotes"
     elif kind not in list(_SECTION_OF):
-        yield "distributed_type", f" is {'missing' if kind is None else repr(kind)}: {_suggest(str(kind), _SECTION_OF)}"
+        is_recipe = not {"train", "optim"}.isdisjoint(settings)
+        hint = "this is a recipe: give --recipe" if is_recipe else _suggest(str(kind), _SECTION_OF)
+        yield "distributed_type", f" is {'missing' if kind is None else repr(kind)}: {hint}"
     for key, values in _VALUES.items():
         value = settings.get(key, section_of(settings, "deepspeed_config").get(key))
         if value not in (None, False, *values):
             yield key, f" is {value!r}: it must be one of {', '.join(map(str, values))}"
+    compiler = {"dynamo_backend": None, **section_of(settings, "dynamo_config"), **settings}
+    backend = compiler["dynamo_backend"] or compiler.get("backend", "NO")
+    if str(backend).upper() not in _BACKENDS:
+        yield "dynamo_backend", f" is {backend!r}: {_suggest(str(backend).upper(), _BACKENDS)}"
     for key in ("num_processes", "num_machines"):
         if key in settings and (type(settings[key]) is not int or settings[key] < 1):
             yield key, f" is {settings[key]!r}: it must be a whole number, at least 1; {_MACHINE}"
@@ -293,7 +300,7 @@ def _section_problems(name: str, section: Mapping[str, Any]) -> Iterator[tuple[s
     # Accelerate takes fsdp's keys with their prefix and without.
     prefix = "fsdp_" if name == "fsdp_config" else ""
     section = {key if key.startswith(prefix) else prefix + key: value for key, value in section.items()}
-    version = section.get("fsdp_version", 1)
+    version = section.get("fsdp_version", "missing")
     if name == "fsdp_config" and str(version) != "2":
         yield "fsdp_version", f" is {version}: it must be 2; version 1 is not supported"
         return  # most of its keys belong to that version
@@ -306,4 +313,4 @@ def _section_problems(name: str, section: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _suggest(word: str, known: Collection[str]) -> str:
-    return did_you_mean(word, known, then=f"use one of {', '.join(known)}", cutoff=0.5)
+    return did_you_mean(word, known, then=f"use one of {', '.join(known)}")

@@ -5,7 +5,7 @@
 is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
-The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, where Accelerate gives 1,
+The end of `accelerate launch` is corrected: the exit code is the first failed process's, where Accelerate gives 1,
 and that process is recorded (app/runs/run_folder.py). The tracebacks of the launchers are left out, and torchrun's
 summary where `samerun launch` repeats the first error.
 """

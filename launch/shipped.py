@@ -48,7 +48,8 @@ def _show(argv: list[str], kind: str, folder: Path, *patterns: str) -> int:
         width = max(map(len, files))
         for shown, path in files.items():
             description = next(line for line in path.read_text().splitlines() if not line.startswith("#!")).lstrip("# ")
-            sys.stdout.write(f"{shown:{width}}  {description}\n")
+            text = wrapped(f"{'':{width}}  {description}", 120)[width:] if sys.stdout.isatty() else f"  {description}"
+            sys.stdout.write(f"{shown:{width}}{text}\n")
         return 0
     found = next((path for shown, path in files.items() if options.name in (shown, path.name)), None)
     if found is None:
@@ -74,7 +75,7 @@ def _print_keys(recipe: str | None, pattern: str) -> int:
 def new(argv: list[str]) -> int:
     """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
     parser = Parser("new", "Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a "
-        "test and a README. It runs as it is.")  # fmt: skip
+        "test and a README. It runs unchanged.")  # fmt: skip
     parser.add_argument("folder", metavar="PATH", help="folder to create; it must be new or empty")
     folder = Path(parser.parse_all(argv).folder)
     try:

@@ -307,7 +307,7 @@ def _parser() -> Parser:
     parser.add_argument("--sbatch-option", "--qsub-option", dest="scheduler_options", metavar="OPTION", action="append",
         default=[], help="one more #SBATCH or #PBS line, such as --sbatch-option=--constraint=a100 or --qsub-option='-l "
         "filesystems=home'; may be repeated")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the script and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check like `samerun launch --dry-run`, print script and stop")
     parser.take_accelerates_words()
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser

@@ -1,4 +1,4 @@
-"""What a task file needs: `from samerun import Loss, Samples, Scores`. `Task` describes all methods that a task may have."""
+"""Names for a task file: `from samerun import Loss, Samples, Scores`. `Task` describes all methods that a task may have."""
 
 from app.data.draws import Draws, HostDraws
 from app.data.samples import Batch, Samples

@@ -41,11 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--expect-all",
         action="store_true",
-        help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
+        help="fail if a test was skipped for any reason but a missing GPU",
     )
-    parser.addoption("--seed", type=int, help="of the moments at which runs are killed: a test that failed has printed its own")
-    parser.addoption("--seconds-per-file", action="store_true", help=f"print the {SHOWN_FILES} files that took longest")
-    parser.addoption("--figures", help="file for what tests have measured; without it, it is printed")
+    parser.addoption("--seed", type=int, help="seed of the moments of kills; a failed test has printed it")
+    parser.addoption("--seconds-per-file", action="store_true", help=f"print the {SHOWN_FILES} slowest files")
+    parser.addoption("--figures", help="file that also gets the printed measurements")
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     unexpected = [report.nodeid for report in reporter.stats.get("skipped", []) if NO_GPU not in str(report.longrepr)]
     if unexpected:
-        reporter.write_line(f"skipped although everything is expected here: {', '.join(unexpected)}", red=True)
+        reporter.write_line(f"skipped although --expect-all is given: {', '.join(unexpected)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -18,13 +18,13 @@ _LEAVING_S = 10.0
 def why_not() -> str | None:
     """Return why no group can be made here; None: one can."""
     if os.geteuid() != 0:
-        return "only root may make control groups"
+        return "creating control groups needs root"
     if _VERSION_1.is_dir():
         return None if os.access(_VERSION_1, os.W_OK) else f"{_VERSION_1} is read-only"
     controls = ROOT / "cgroup.subtree_control"
     if not controls.exists() or not os.access(controls, os.W_OK):
-        return f"{ROOT} has no groups that can be written"
-    return None if "memory" in controls.read_text().split() else f"{controls} does not hand the memory on"
+        return f"the control groups in {ROOT} are not writable"
+    return None if "memory" in controls.read_text().split() else f"{controls} does not list the memory controller"
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
     if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system takes root and the right to mount")
+        pytest.skip("mounting a small file system needs root and permission to mount")
     try:
         yield path
     finally:

@@ -29,13 +29,13 @@ _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 def why_not() -> str | None:
     """What keeps the lab from running here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "the Slurm lab makes namespaces: it needs Linux and root"
+        return "the Slurm lab creates namespaces, which needs Linux and root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"the Slurm lab needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2 procps"
+        return f"the Slurm lab needs {', '.join(missing)}: run `make lab-packages`"
     probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "mount", "--make-rprivate", "/"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
-        return "the Slurm lab may not make namespaces here: in a container it needs --privileged"
+        return "the Slurm lab cannot create namespaces here: a container needs --privileged"
     return None
 
 

@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 20_660,
+    "code lines of app, launch and samerun": 20_700,
     "files of app, launch and samerun": 152,
-    "code lines of tests": 18_300,
+    "code lines of tests": 18_500,
     "code lines of benchmarks": 1_200,
-    "words of docs": 41_600,
+    "words of docs": 26_500,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -316,7 +316,7 @@ def check_same_run(
     before, now = {**defaults, **state["recipe"]}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         values["task"] = task_file.name_of(values["task"])
-    may_change = recipe_file.not_learnt(recipe.task) | recipe_file.places(recipe.task) | _LENGTH
+    may_change = recipe_file.marked("not_learnt", recipe.task) | recipe_file.marked("places", recipe.task) | _LENGTH
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING
     pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]
@@ -327,7 +327,7 @@ def check_same_run(
     if differing:
         raise CheckpointError(
             f"{folder} belongs to another run or another version of Samerun: {listed(differing, _MOST_DIFFERENCES)}. "
-            "Undo these changes, or start a new run in another --run-dir."
+            f"Undo these changes, or start a new run in another --run-dir, with these weights by train.init_from={folder}."
         )
     earlier: Mapping[str, str] = state.get("task_sources", {})
     changed = sorted(name for name in earlier.keys() | sources.keys() if earlier.get(name) != sources.get(name))

@@ -149,8 +149,8 @@ def _node_digest(runtime: Runtime, read: StoredWeights) -> str:
 def _by_model_names(model: torch.nn.Module, known: Set[str], stored: StoredWeights) -> StoredWeights:
     """Return stored tensors by the `known` names of the model, without buffers that it does not need.
 
-    Removes prefixes that programs add to every name, and adds that of a base model, which transformers leaves out of a file
-    with a base model alone: as many as make the most names known.
+    Removes prefixes that programs add to every name, and adds the prefix of a base model, which transformers leaves out of a
+    file with a base model alone: as many as make the most names known.
     """
     base = f"{getattr(model, 'base_model_prefix', '')}."
     prefix: str | None = ""

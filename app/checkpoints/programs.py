@@ -52,7 +52,7 @@ def write(task: Task, model: nn.Module, facts: Mapping[str, Any], path: Path, *,
     except SamerunError:
         raise
     except Exception as error:  # neither what exporters nor what a task's code raises has a common base
-        needed = ': pip install "samerun[onnx]"' if to == "onnx" and isinstance(error, ImportError) else ""
+        needed = ': pip install -e ".[onnx]"' if to == "onnx" and isinstance(error, ImportError) else ""
         lines = " ".join(str(error).split("\n")[:3])[:400]
         raise RunFolderError(f"the model cannot be exported to {to}: {type(error).__name__}: {lines}{needed}") from error
     finally:

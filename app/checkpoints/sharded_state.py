@@ -98,7 +98,7 @@ class Shards:
             fragments = list(find(self._holder, parameters, accelerator.process_index))
         self.fragments = [fragment for fragment in fragments if fragment.region.count > 0]
         """This rank's elements of each parameter of which it has any."""
-        # Every rank counts the steps of all parameters, also of those of which it has no elements.
+        # Every rank counts the steps of all parameters, even if it has no elements of one.
         self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
 
     @property
@@ -123,7 +123,7 @@ class Shards:
         return found
 
     def owned_pieces(self) -> list[Piece]:
-        """Return the pieces that this rank writes: those of all ranks have every element of every tensor exactly once.
+        """Return the pieces that this rank writes. Together the ranks write every element of every tensor exactly once.
 
         Where several ranks hold the same elements, each writes an even share of every tensor.
         """
@@ -264,7 +264,7 @@ class WeightAverage:
 
 
 def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards, *, dtype: torch.dtype) -> None:
-    """Check that the optimizer is that of `rule`, with weights and states of `dtype`, and updates each weight once.
+    """Check that the optimizer is the one that `rule` makes, with weights and states of `dtype`, and updates each weight once.
 
     `prepare` can replace it: Accelerate exchanges optimizers for DeepSpeed's under some configs, and DeepSpeed regroups and
     flattens parameters. So the innermost optimizer is examined.

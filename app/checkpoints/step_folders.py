@@ -318,7 +318,7 @@ def discard(claim: Claim, folder: Path) -> None:
 
 
 def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
-    """Keep the checkpoint `latest`, the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
+    """Keep the checkpoint `latest`, the keep_last - 1 before it, and the one of `keep_step`; remove the other older ones.
 
     Checkpoints of later steps, from before a resume further back, neither count nor are removed: they may be damaged, and
     counting them would remove good ones. The run replaces them when it reaches their steps. Raises CheckpointError.
@@ -334,7 +334,7 @@ def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None =
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Return whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
+    """Return True if a path is a checkpoint, damaged or not, and False if it is a run folder."""
     return place.parent.name == FOLDER or (place / MANIFEST).exists()
 
 
@@ -366,7 +366,7 @@ def first_whole(folders: Iterable[Path], check: Callable[[Path], None], *, repor
         except CheckpointError as error:
             damaged.append(printable(str(error)))
             continue
-        sys.stderr.writelines(f"passed over: {sentence}\n" for sentence in damaged if reports)
+        sys.stderr.writelines(f"skipped: {sentence}\n" for sentence in damaged if reports)
         return folder
     if damaged:
         damaged.append("There is no other checkpoint. A run does not start from zero unless you ask for it.")

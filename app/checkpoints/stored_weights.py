@@ -77,7 +77,7 @@ def fill(model: torch.nn.Module, stored: StoredWeights) -> None:
 
 
 def fitting(model: torch.nn.Module, stored: StoredWeights) -> dict[str, Piece]:
-    """Return a model's tensors by their stored names. Raises CheckpointError if they are not those of the model."""
+    """Return a model's tensors by their stored names. Raises CheckpointError if they belong to another model."""
     tensors = named(model, stored)
     if wrong := {**differences(tensors, stored), **contradictions(tensors, stored)}:
         raise CheckpointError(listed([*wrong.values()]))

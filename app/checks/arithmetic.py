@@ -58,7 +58,7 @@ class Answer:
     error: float
     """Sum of the absolute differences from float64."""
     wrong: str
-    """How it is wrong beyond rounding; empty if it is not."""
+    """The error beyond rounding, in words; empty if there is none."""
 
 
 class Fault(NamedTuple):

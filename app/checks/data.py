@@ -82,7 +82,7 @@ def _check(argv: Sequence[str]) -> int:
             f"--write makes a file for data.leave_out, a key of {_IMAGES}, and the task is {recipe.task}: leave --write out"
         )
     if options.write is not None and not os.access(options.write.parent, os.W_OK):  # now, because reading takes longer
-        raise DataError(f"--write {options.write} cannot be written: its folder does not exist, or is closed to you")
+        raise DataError(f"--write {options.write} cannot be written: its folder does not exist or is not writable")
     found: dict[str, str] = {}
     if can_leave_out:
         splits, not_read = _open_images(recipe, found)
@@ -102,7 +102,7 @@ def _check(argv: Sequence[str]) -> int:
         print_text(f"unreadable: {name}: {why}".replace("\n", r"\n"))
     if options.write is not None and found:
         count = _write(options.write, recipe, found)
-        print_text(f"{options.write} names {count} samples: data.leave_out={options.write} leaves them out")
+        print_text(f"{options.write} lists {count} sample{'s' * (count != 1)}: data.leave_out={options.write} leaves them out")
         return 0
     word = f"{len(found)} cannot be read" if found else "all can be read"
     advice = ": repair them, or list them in a file for data.leave_out (--write FILE)" if found and can_leave_out else ""

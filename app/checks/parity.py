@@ -4,8 +4,8 @@ The reference is one process with the preset `cpu`, each global batch in one for
 `samerun launch`, compared with the reference as `samerun compare` does (`app.reports.compare`). A case that did not run as
 asked, stopped early or wrote too little is a failure, and so is a comparison without cases.
 
-A recipe can amplify rounding until runs part, also on one process. The difference of one process from itself, with two passes
-for each global batch, is the recipe's floor.
+A recipe can amplify rounding until runs diverge, also on one process. The difference of one process from itself, with two
+micro-batches per step, is the recipe's noise floor.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _QUICK_STEPS = 3
 _QUICK_SAMPLES = 32
 """Samples of a global batch for --quick, if the size of groups allows it: rules do not depend on it, but time does."""
 _EXPLANATIONS = {
-    True: f"the floor explains {{}}: less than {_NEAR_FLOOR} times the floor, with the same samples and rates. Either the loss "
-    "of a sample depends on others of its pass (as with batch normalization), on earlier passes or on torch's random numbers, "
-    "or the recipe amplifies rounding: a lower learning rate, a warm-up, or no kinks (ReLU, maxima) lower the floor",
-    False: "the floor does not explain {}: something there depends on the topology, such as the rank, or a random state that "
-    "differs in each process, in what reads a sample or makes a batch ready",
+    True: f"the noise floor explains {{}}: less than {_NEAR_FLOOR} times the floor, with the same samples and learning rates. "
+    "Either the loss of a sample depends on others of its micro-batch (as with batch normalization), on earlier forward passes "
+    "or on torch's random numbers, or the recipe amplifies rounding: a lower learning rate, a warm-up, or a network without "
+    "kinks (ReLU, maxima) lowers the noise floor",
+    False: "the noise floor does not explain {}: something depends on the topology, such as the rank, or on a random state "
+    "that differs in each process, where samples are read or batches prepared",
 }
 """Why cases differ, by whether the floor is near."""
 _OWN_KEYS = {"train.steps", "train.epochs", "train.max_micro_batch", "train.evaluate_every_epochs",
@@ -125,7 +126,7 @@ def _plan(
     if isinstance(reference, str):
         raise RecipeError(f"the reference, {_REFERENCE}, cannot run: {reference}")
     folder.mkdir(parents=True, exist_ok=True)
-    return planned, reference, planned.get(_FLOOR) or case_of(_FLOOR, recipe, options, folder / "floor", environment)
+    return planned, reference, planned.get(_FLOOR) or case_of(_FLOOR, recipe, options, folder / "noise-floor", environment)
 
 
 def case_of(
@@ -144,7 +145,7 @@ def case_of(
     argv = ["--run-dir", str(run_dir), "--recipe", options.recipe, "--preset", variant.preset, "--trackers", "none"]
     argv += ["--nodes", "1", each, str(variant.processes), *options.overrides, f"train.steps={options.steps}"]
     argv += [f"train.max_micro_batch={size // parts}", "train.evaluate_every_epochs=0", "log.every_steps=1"]
-    case = RunCase(str(variant) if run_dir.name == str(variant) else f"the {run_dir.name}, {variant}", run_dir, argv)
+    case = RunCase(str(variant) if run_dir.name == str(variant) else f"{run_dir.name} ({variant})", run_dir, argv)
     return "; ".join(cases.problems(case, environment)) or case
 
 
@@ -166,10 +167,10 @@ def run_of(case: RunCase, variant: Variant, *, steps: int) -> PastRun:
     ran = {key: run.about.get(key) for key in ("preset", "world_size", "accumulation")}
     asked = {"preset": Path(variant.preset).stem, "world_size": variant.processes, "accumulation": variant.accumulation}
     if ran != asked:
-        raise RunFolderError(f"{case.run_dir} is a run with {ran}, where {asked} was asked for")
+        raise RunFolderError(f"{case.run_dir} is a run with {ran}, where {asked} was requested")
     logged = [line["step"] for line in run.metrics if isinstance(line.get("loss"), float)]
     if run.result.get("steps") != steps or logged != list(range(1, steps + 1)):
-        raise RunFolderError(f"{case.run_dir} has losses of {len(logged)} steps, where steps 1 to {steps} were asked for")
+        raise RunFolderError(f"{case.run_dir} has losses of {len(logged)} steps, where steps 1 to {steps} were requested")
     return run
 
 
@@ -195,10 +196,10 @@ def report(found: Mapping[Variant, Comparison | str], floor: Comparison | str, *
         if isinstance(one, str) or variant in parted:
             print_text(f"{variant}: {one}")
     if isinstance(floor, str):
-        print_text(f"the recipe's floor is unknown, the difference of one process from itself with two passes a batch: {floor}")
+        print_text(f"noise floor: unknown (one process compared with itself, two micro-batches per step): {floor}")
     else:
         least = floor.losses.largest
-        print_text(f"floor: one process differs from itself by {least:.1e} with two passes a batch")
+        print_text(f"noise floor: {least:.1e} (one process compared with itself, two micro-batches per step)")
         explained: dict[bool, list[str]] = {True: [], False: []}
         for variant, one in parted.items():
             if variant != _FLOOR:

@@ -58,14 +58,14 @@ class Verdict:
         if self.last_step < self.first_step:
             return "no step was taken yet"
         every = "every one" if self.is_good else "NOT every one"
-        done = "fed" if self.skipped else "applied"
-        starts = f"{self.starts} start{'s' if self.starts > 1 else ''}"
-        lines = [f"{every} of the {self._batches()} was {done} exactly once, over {starts}"]
+        done = "processed" if self.skipped else "applied"
+        over = f"{self.starts} attempt{'s' * (self.starts > 1)}"
+        lines = [f"{every} of the {self._batches()} was {done} exactly once, over {over}"]
         for spans, what in (
             (self.missing, "missing"),
             (self.doubled, "recorded twice"),
-            (self.different, "fed other samples than the recipe says"),
-            (self.skipped, "fed but not applied, because a gradient was not finite, or a spike"),
+            (self.different, "trained on other samples than the recipe specifies"),
+            (self.skipped, "computed but not applied, because a gradient was not finite or a spike"),
         ):
             count = sum(map(len, spans))
             if count:
@@ -84,9 +84,9 @@ class Verdict:
 
 
 def main(argv: list[str]) -> int:
-    """Print the verdict and where the time went; return 0 if every batch was fed once, and 1 if not."""
+    """Print the verdict and where the time went; return 0 if every batch was trained on once, and 1 if not."""
     parser = Parser("verify", "Check that each global batch of a run was applied exactly once; show where the time went.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_all(argv)
     verdict, spent = verify(arguments.run)
@@ -112,7 +112,7 @@ def verify(run_dir: Path) -> tuple[Verdict, TimeSpent]:
     """
     events, left_out = ledger.read(run_dir)
     if not events or not isinstance(events[0], Start):
-        lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is missing."
+        lost = f"{run_dir / run_folder.LEDGER} does not begin with an attempt of the run: its beginning is missing."
         raise RunFolderError(" ".join([lost, *([left_out] if left_out else [])]))
     path = run_dir / run_folder.RECIPE  # not as a recipe, because a task's file may be gone
     recipe = flat(read_yaml(path))

@@ -1,1 +1,1 @@
-"""What every task shares: the order of the samples, random draws, the loader, the copy to the device."""
+"""Shared by all tasks: the order of the samples, random draws, the loader, the copy to the device."""

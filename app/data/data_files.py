@@ -106,7 +106,7 @@ class NumberedSet(NamedTuple):
 
 
 def numbered_sets(files: Iterable[Path]) -> list[NumberedSet]:
-    """Return the numbered sets among files, those of a single file included; a file without a number is in none."""
+    """Return the numbered sets among files; a set may have a single file, and a file without a number is in no set."""
     sets: dict[tuple[Path, str, str], NumberedSet] = {}
     for file in files:
         name = _CONTENT_HASH.sub("", file.name)

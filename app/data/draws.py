@@ -2,8 +2,8 @@
 
 A sample number is epoch * dataset size + index (see `order.py`). So a sample gets the same numbers in any batch, on any
 rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
-that are equal on every device; `HostDraws` gives them to the host, where samples are made, and `SampleDraws` those of one
-sample in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
+that are equal on every device; `HostDraws` gives them to the host, where samples are made, and `SampleDraws` returns one
+sample's in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
 except `beta` and `normal` (float32 rounding).
 
     draws = Draws(seed, batch["samples"])

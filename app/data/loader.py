@@ -49,7 +49,7 @@ class Fetching(Dataset):
     """Samples as torch's DataLoader sees them: indexed by sample numbers, a whole batch at a time."""
 
     def __init__(self, source: Samples, *, seed: int | None) -> None:
-        """`seed` is that of what is random; None: nothing is, as in an evaluation."""
+        """`seed` seeds the random numbers; None: nothing is random, as in an evaluation."""
         self.source, self._seed = source, seed
 
     def __len__(self) -> int:
@@ -144,9 +144,11 @@ def _unchanged(batch: Any) -> Any:
 
 
 PLACES = 3
-"""Of the ring: one is written, one copied, and one waits to be used. So many batches (or groups of small ones) are ahead."""
+"""Places in the ring: one is written, one copied, one waits to be used. This many batches (or groups of small ones) are
+ahead."""
 _PATIENCE_S = 10.0
-"""How long the end of a training waits for its thread: longer than torch's DataLoader needs (5 s) to see that a worker died."""
+"""Time that the end of a training waits for its thread: longer than torch's DataLoader needs (5 s) to see that a worker
+died."""
 _SIGNAL_S = 0.1
 """An error may be that a worker process is gone. How it ended a signal tells the main thread, in torch's words, a bit later."""
 
@@ -191,7 +193,7 @@ class Side:
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self.is_apart = device.type != "cpu"
-        """Whether the device has memory of its own."""
+        """True if the device has its own memory."""
 
     def begin(self) -> None:
         """Make this the device of the thread that calls it: else it would begin to use the first one as well."""

@@ -1,4 +1,4 @@
-"""What the data loader needs from a split: whole batches by index, with randomness that depends on the sample number alone.
+"""The data loader's view of a split: whole batches by index, with randomness that depends on the sample number alone.
 
 Nothing here knows what a sample is. A task says what its splits are beyond this.
 
@@ -91,7 +91,7 @@ class Samples(Protocol, metaclass=_Makes):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What a model must know of the samples, as JSON holds it: {"classes": 10}."""
+        """Facts about the samples that a model needs, as JSON holds them: {"classes": 10}."""
 
     @property
     def fingerprint(self) -> str:
@@ -99,11 +99,11 @@ class Samples(Protocol, metaclass=_Makes):
 
     @property
     def workers(self) -> bool:
-        """Whether `fetch` makes samples one by one, so that worker processes help; False for a look-up."""
+        """True if `fetch` makes samples one by one, so that worker processes help; False for a look-up."""
 
     @property
     def is_array(self) -> bool:
-        """Whether samples are rows of arrays: several batches can be fetched in one call, and split again."""
+        """True if samples are rows of arrays: several batches can be fetched in one call, and split again."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -122,11 +122,11 @@ class Splits(NamedTuple):
     train: Any
     """None: there is none, and nothing is trained."""
     validation: Any | None
-    """What a run looks at before its end. None: nothing is looked at."""
+    """Scored during the run. None: nothing is."""
     test: Any | None
-    """What the final weights are scored on, once. None: there is no such score."""
+    """The final weights are scored on it, once. None: they are not."""
     others: Mapping[str, str] = {}
-    """What else the task reads that decides what is learnt: a digest of each, by name."""
+    """Digests, by name, of everything else that the task reads and that has an effect on the training."""
 
     @property
     def scored(self) -> dict[str, Any]:

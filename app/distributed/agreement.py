@@ -103,7 +103,8 @@ _REMEDIES = {
 
 @contextmanager
 def connecting(rank: int) -> Iterator[None]:
-    """Where processes connect: what gloo or NCCL refuses becomes a TopologyError; that another process is gone does not."""
+    """A block in which processes connect: errors of gloo and NCCL become a TopologyError, except that another process is
+    gone."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError is one

@@ -1,4 +1,4 @@
-"""How a run is stopped or saved early: requests that all ranks agree to obey, and early stopping.
+"""Stopping or saving a run early: requests that all ranks agree to obey, and early stopping.
 
 SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
     SIGHUP                      the same: the terminal or the ssh connection is lost. Not after nohup, which has it ignored
@@ -6,7 +6,7 @@ SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any o
     the files STOP and SAVE     in the run folder; removed when obeyed
     checkpoint.every_minutes    save
     SAMERUN_END_TIME            stop while there is time to save, and be started again where there is more
-    another start of the run    which has taken the run folder over: end with an error and write nothing more
+    another attempt of the run    which has taken the run folder over: end with an error and write nothing more
 
 Ranks agree about once a second, however short a step is, and after each step that is longer. Signal handlers only take note,
 so a rank in the middle of a collective or a save finishes it. Only the main process looks at files and clocks; on a network
@@ -44,33 +44,31 @@ _FIRST_SAVE_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True)
 class Request:
-    """What all ranks do after a step: nothing, save, or save and stop."""
+    """An action of all ranks after a step: none, save, or save and stop."""
 
     why: str = ""
-    """Who asked and how; empty for no request."""
+    """The reason, in words; empty for no request."""
     stop: bool = False
-    """Whether the run stops once it has saved."""
+    """True if the run stops once it has saved."""
     go_on: bool = False
-    """Whether it is to be started again without a hand: the scheduler ended it, not the user."""
+    """True if it is to be restarted automatically: the scheduler ended it, not the user."""
 
     @property
     def save(self) -> bool:
-        """Whether a checkpoint is written."""
+        """True if a checkpoint is written."""
         return bool(self.why)
 
 
 NOTHING = Request()
 _MINUTES = Request("checkpoint.every_minutes have passed")
-_SAVE_FILE = Request(f"the file {run_folder.SAVE} was there")
+_SAVE_FILE = Request(f"the file {run_folder.SAVE} was found")
 _SIGNALS = {
-    signal.SIGUSR1: Request("SIGUSR1 came", stop=True, go_on=True),
-    signal.SIGUSR2: Request("SIGUSR2 came", stop=True, go_on=True),
-    signal.SIGHUP: Request("SIGHUP was received: the terminal is gone", stop=True, go_on=True),
-    signal.SIGTERM: Request("SIGTERM came", stop=True, go_on=True),
-    signal.SIGINT: Request("SIGINT came", stop=True),
+    sent: Request(f"{sent.name} was received{gone}", stop=True, go_on=sent != signal.SIGINT)
+    for sent in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    for gone in [": the terminal is gone" * (sent == signal.SIGHUP)]
 }
-_STOP_FILE = Request(f"the file {run_folder.STOP} was there", stop=True)
-_TAKEN_OVER = Request("another start of the run took over the run folder", stop=True)
+_STOP_FILE = Request(f"the file {run_folder.STOP} was found", stop=True)
+_TAKEN_OVER = Request("another attempt of the run took over the run folder", stop=True)
 # Ranks that ask for different things do the last of them. They send each other indices into this.
 _BY_FORCE = (NOTHING, _MINUTES, _SAVE_FILE, *_SIGNALS.values(), _STOP_FILE, _TAKEN_OVER)
 
@@ -115,7 +113,7 @@ class Control:
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether a signal has come to this process."""
+        """True if this process has received a signal."""
         return bool(self._received)
 
     def agreed(self, step: int) -> Request:
@@ -200,7 +198,7 @@ class Control:
 
 
 def is_better(score: float, best: float | None, *, good_end: Literal["max", "min"]) -> bool:
-    """Whether a score is better than the best before; None: there was none. A score that is not a number never is."""
+    """Return True if a score is better than the best before (None: there was none). NaN never is."""
     if best is None:
         return score == score  # noqa: PLR0124  (false of NaN alone)
     return score > best if good_end == "max" else score < best
@@ -230,7 +228,7 @@ class Patience:
 
     @property
     def is_out(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run is to end."""
         return self._most is not None and self._without_gain >= self._most
 
     @property

@@ -40,14 +40,14 @@ _EXPECTED_TYPE = {
 
 
 class RankDevice(NamedTuple):
-    """What one process computes on."""
+    """The device of one process."""
 
     rank: int
     host: str
     name: str
     """torch's name of it, such as cuda:0."""
     identity: str = ""
-    """What no other device has, however processes number them; empty for a CPU, which many may share."""
+    """An identifier that no other device has, however processes number them; empty for a CPU, which several can share."""
     visible: int = 0
     """Devices that the process can see."""
 
@@ -80,8 +80,8 @@ def check_devices(store: dist.Store, own: RankDevice, world_size: int) -> None:
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise TopologyError(
-            f"rank {own.rank} on {own.host} waited for {named(missing)} of {world_size}, which never "
-            "came: check why they did not start, or ended."
+            f"rank {own.rank} on {own.host} waited for {named(missing)} of {world_size}, which are "
+            "missing: check why they did not start, or ended."
         ) from error
     by_identity = defaultdict(list)
     for device in devices:

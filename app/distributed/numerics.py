@@ -1,4 +1,4 @@
-"""How processes compute: precision of matrix products, and layers that give the same result on every device and split.
+"""Numerics: precision of matrix products, and layers that give the same result on every device and split.
 
 torch rounds the factors of float32 convolutions on NVIDIA GPUs to TF32, 10 bits of 23, unless a setting forbids it, and factors
 of matrix products only if a setting asks for it, as Accelerate 1.15 does where a model is compiled without mixed precision.
@@ -32,12 +32,12 @@ Older torch refuses products without one; 2.11 and 2.15 do not."""
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How this process's device computes."""
+    """Numerics of this process's device."""
 
     tf32: bool
-    """Whether the factors of products in float32 are rounded to TF32, on GPUs that have it."""
+    """True if the factors of products in float32 are rounded to TF32, on GPUs that have it."""
     deterministic: bool
-    """Whether only kernels are used that give the same bits each time; operations that have none are refused."""
+    """True if only deterministic kernels are used; operations that have none are refused."""
 
     def __str__(self) -> str:
         products = f"float32 products in {'TF32' if self.tf32 else 'IEEE float32'}"
@@ -55,7 +55,7 @@ def set_up(device: torch.device, *, tf32: bool, deterministic: bool) -> Numerics
     torch.set_float32_matmul_precision("highest")  # of CPUs as well
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = found.tf32
     # Never timed and chosen: what is fastest in that moment may be another kernel on another rank, and in the next start, and
-    # rounds otherwise; and each new shape, such as an evaluation's last batch, would be timed anew (docs/performance-gpu.md).
+    # rounds otherwise; and each new shape, such as an evaluation's last batch, would be timed anew (benchmarks/RESULTS.md).
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
     if deterministic and device.type == "cuda":
@@ -124,7 +124,7 @@ def take_channels_last(model: nn.Module) -> None:
     """Prepare a model for images in channels_last order.
 
     Its kernels stay as they are, since checkpoints and shards are ranges of them, and float32 kernels in that order are slower
-    on a CPU. Half-precision ones take a quarter of the time in it (docs/performance.md), and are ordered where they are made.
+    on a CPU. Half-precision ones take a quarter of the time in it (benchmarks/RESULTS.md), and are ordered where they are made.
     """
     replace(model, lambda layer, _: _as(_CastInOrder, layer) if type(layer) is nn.Conv2d else None)
 

@@ -65,9 +65,9 @@ from app.errors import PresetError, TopologyError
 from app.recipe.schema import BatchPlan
 
 _RANK_0_LATE = timedelta(seconds=45)
-"""How much later than the others rank 0 may start, if no launcher that waits for it started them."""
+"""Time by which rank 0 may start later than the others, if no launcher that waits for it started them."""
 _MEETING = timedelta(minutes=30)
-"""How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
+"""Time to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
 _COLLECTIVE = timedelta(minutes=30)
 """Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
 
@@ -138,7 +138,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes."""
+        """True in the one process that writes."""
         return bool(self.accelerator.is_main_process)
 
     @property
@@ -335,7 +335,7 @@ def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         # What steps on offloaded weights is torch's optimizer too. Accelerate 1.15 would put DeepSpeedCPUAdam in the place of
-        # any, SGD as well (`map_pytorch_optim_to_deepspeed`). torch's fused AdamW is as fast: docs/performance.md.
+        # any, SGD as well (`map_pytorch_optim_to_deepspeed`). torch's fused AdamW is as fast: benchmarks/RESULTS.md.
         "zero_force_ds_cpu_optimizer": False,
     }
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

@@ -43,13 +43,13 @@ _DIMENSIONS: dict[Any, int | None] = {
 
 
 class PassDraws:
-    """What the dropout layers of a model draw, for the samples of one forward pass after the other."""
+    """Random numbers of a model's dropout layers, for the samples of one forward pass after the other."""
 
     def __init__(self, seed: int) -> None:
         self.samples: Tensor | None = None
         """Sample numbers of the pass, int64 [B], on its device; None: no training pass is under way."""
         self.passes = 0
-        """How many have begun."""
+        """Number of passes that have begun."""
         self.layers: list[SampleDropout] = []
         self.left: dict[str, str] = {}
         """Layers whose draws cannot belong to samples, and why."""
@@ -140,8 +140,8 @@ class PassDraws:
     def compare(self, whole: Mapping[str, list[int]], halves: Sequence[Mapping[str, list[int]]]) -> None:
         """See which layers' inputs have the samples in their first dimension, by the rows that were `counted`.
 
-        `whole` are those of a pass, `halves` those of passes over half as many samples; none if a pass has always the same
-        size. A layer whose rows are not twice as many is `left`.
+        `whole` are the rows of a pass, `halves` the rows of passes over half as many samples; none if a pass has always the
+        same size. A layer whose rows are not twice as many is `left`.
         """
         self.growing = set()
         for name, rows in whole.items():

@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # a process watches before it imports torch
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
-"""From a rank's stacks to its end. The first that ends takes the others along, which saw the last sign of life up to a
-forward pass and an agreement of `control` (a second) later."""
+"""Time from writing a rank's stacks to its end. The first that ends takes the others along, which saw the last sign of life up
+to a forward pass and an agreement of `control` (a second) later."""
 
 
 class Watchdog:
@@ -83,7 +83,7 @@ class Watchdog:
         rank, silence = self._runtime.launched.rank, f"no sign of life for {self._timeout_s} s after step {self._runtime.step}"
         try:
             self._write_stacks(f"rank {rank} on {socket.gethostname()}, process {os.getpid()}: {silence}")
-            where = f"the stacks of its threads are in {self._path}, those of the other ranks beside it"
+            where = f"the stacks of its threads are in {self._path}, those of the other ranks next to it"
         except RunFolderError as error:
             where = f"its stacks could not be written: {error}"
         if self._over.wait(_GRACE_S):
@@ -110,7 +110,8 @@ class Watchdog:
 
 _LOOK_FOR_LAUNCHER_EVERY_S = 0.5
 _NOTICE_S = 1.0
-"""From the loss to the end. Ctrl-C reaches a launcher and its process together: this one has to learn of it first."""
+"""Time from the loss of the parent to the end. Ctrl-C reaches a launcher and its process together: this one has to learn of it
+first."""
 _IS_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed\.(run|launch)|torch/distributed/(run|launch)\.py")
 
 

@@ -1,1 +1,1 @@
-"""Where a process is: who started it, on which machine, with which share of it."""
+"""The environment of a process: who started it, on which machine, with which share of it."""

@@ -38,7 +38,7 @@ def _cgroup_folders(controller: str, memberships: Path = MEMBERSHIPS, root: Path
 
 
 def kills() -> int:
-    """Return how many processes of this process's own control groups the kernel has ended for lack of memory."""
+    """Return how many processes of this process's own control groups the kernel has killed because memory ran out."""
     files = (folder / name for folder in _cgroup_folders("memory") for name in ("memory.events", "memory.oom_control"))
     texts = (file.read_text() for file in files if file.exists())
     return max((int(count) for text in texts for count in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)), default=0)
@@ -52,7 +52,7 @@ def keep_freed(*, most_bytes: int = 32 << 20) -> None:
     """Have malloc keep what is freed for the next allocation, instead of giving it back to the system, unless it is larger.
 
     Tensors of some MB are mapped anew otherwise, and their pages cleared, in each operation of each step: a tenth to a quarter
-    of a convolutional network's step (docs/performance.md). By default it is the largest that mallopt(3) takes.
+    of a convolutional network's step (benchmarks/RESULTS.md). By default it is the largest that mallopt(3) takes.
     """
     _malloc("mallopt", _M_MMAP_THRESHOLD, most_bytes)
     _malloc("mallopt", _M_TRIM_THRESHOLD, 2**31 - 1)
@@ -173,7 +173,7 @@ class StdoutError(OSError):
 
 
 class _Stdout(io.FileIO):
-    """Stdout whose errors are distinct from those of other files, or end nothing."""
+    """Stdout whose errors are distinct from other files' errors, or end nothing."""
 
     is_needed = True
 

@@ -1,4 +1,4 @@
-"""What the launcher promised this process, read from its environment into a frozen value, and how the run shards its model.
+"""The launch, read from the environment that the launcher gave this process into a frozen value, and how the model is sharded.
 
 This is the only module that reads the environment of a started process. What srun or MPI started one by one finds its place
 here as well (`started_ranks.py`). `read` refuses environments in which several processes cannot find each other, or in which
@@ -48,7 +48,7 @@ class Launched:
     local_world_size: int = 1
     """Processes on this node."""
     strategy: Strategy = "ddp"
-    """How the processes cooperate (with one process and `ddp` there is nothing to do)."""
+    """The strategy of the processes (with one process and `ddp` there is nothing to do)."""
     replicas: int = 1
     """Copies of the model, each of which is sharded over world_size / replicas neighboring ranks; 1: no copies (fsdp2)."""
     tensor_parallel: int = 1
@@ -56,7 +56,7 @@ class Launched:
     mixed_precision: str = "no"
     """The precision of the forward and backward pass, of PRECISIONS."""
     use_cpu: bool = False
-    """Whether the preset asks for the CPU on a machine that may have something faster."""
+    """True if the preset requests the CPU on a machine that may have something faster."""
     end_time_s: float | None = None
     """When the allocation ends, in Unix seconds, where that is known."""
     preset_file: str | None = None
@@ -198,6 +198,9 @@ def _refuse_unsupported(environ: Mapping[str, str]) -> None:
         (is_fsdp and _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"),
          "the preset's fsdp_activation_checkpointing is true: Accelerate recomputes layers with other random numbers, so with "
          "dropout the gradients are wrong. Remove it, and set train.checkpoint_activations=blocks."),
+        (_is_true(environ, "ACCELERATE_USE_DEEPSPEED") and "ACCELERATE_CONFIG_DS_FIELDS" not in environ,
+         "ACCELERATE_USE_DEEPSPEED is set in the shell, but the preset is not one of DeepSpeed: run `unset "
+         "ACCELERATE_USE_DEEPSPEED`, or use a preset such as deepspeed_zero2."),
         (precision.lower() not in PRECISIONS,
          f"mixed_precision is {precision}, from the preset, the command line or ACCELERATE_MIXED_PRECISION: use one of "
          f"{', '.join(PRECISIONS)}. 8-bit numbers are not supported."),
@@ -221,14 +224,14 @@ def _is_true(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What each process keeps of a model and its training state."""
+    """The part of a model and its training state that each process keeps."""
 
     kind: Strategy = "ddp"
-    """What synchronizes the processes; one process under `ddp` needs nothing."""
+    """The strategy that synchronizes the processes; one process under `ddp` needs none."""
     stage: int = 0
     """DeepSpeed's ZeRO stage; 0: each process keeps everything."""
     offload: bool = False
-    """Whether any of it is kept in the host's memory."""
+    """True if any of it is kept in the host's memory."""
     replicas: int = 1
     """Copies of the model, each sharded over an equal number of processes (fsdp2)."""
     tensor_parallel: int = 1
@@ -245,7 +248,7 @@ class Sharding:
         return f"more {devices}" + (", or --preset deepspeed_zero3_offload" if can_offload else "")
 
     def what_to_change(self, processes: int, *, micro_batch: int, checkpoint_activations: str, on_cpu: bool) -> str:
-        """Return what to change in a run that ended for lack of memory."""
+        """Return what to change in a run that ran out of memory."""
         changes = [f"train.max_micro_batch={micro_batch // 2}"] if micro_batch > 1 else []
         changes += ["train.checkpoint_activations=blocks"] if checkpoint_activations == "none" else []
         return f"Change {', or '.join([*changes, self.remedy(processes, on_cpu=on_cpu)])}"

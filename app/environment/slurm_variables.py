@@ -67,9 +67,9 @@ class Names:
 
 
 JOB = Names()
-"""Those of the whole job."""
+"""Variables of the whole job."""
 STEP = Names(num_nodes=JOB.step_num_nodes, hosts="SLURM_STEP_NODELIST", tasks_per_node="SLURM_STEP_TASKS_PER_NODE")
-"""Those of the step that a task of srun is part of."""
+"""Variables of the step that a task of srun is part of."""
 
 UNSET = f"To run on this machine only, whatever Slurm's variables say: env -u {JOB.job_id} samerun launch ..."
 """Remedy if the variables are left over from a job, or copied."""
@@ -182,17 +182,18 @@ def gpus_of(text: str) -> dict[str, int]:
 
 
 def is_in_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process or one above it, a shell among them."""
+    """Return True if srun started this process or a parent of it, also through a shell."""
     return JOB.step_id in environment
 
 
 def is_shell(environment: Mapping[str, str]) -> bool:
-    """Whether this is a shell that srun opened (--pty), or that salloc opened on a node of the job."""
+    """Return True in a shell that srun opened (--pty), or that salloc opened on a node of the job."""
     return JOB.terminal_port in environment and environment.get(JOB.step_num_tasks) == "1"
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as (one of) the tasks of a run. On one node a shell that it opened is as good."""
+    """Return True if srun started this process as (one of) the tasks of a run. On one node a shell that it opened is as
+    good."""
     return is_in_step(environment) and (not is_shell(environment) or environment.get(JOB.num_nodes) == "1")
 
 
@@ -213,7 +214,7 @@ _SETTINGS = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|CLUSTERS|EXIT_ERRO
 
 @dataclass(frozen=True)
 class Origin:
-    """Where Slurm started a process."""
+    """The place where Slurm started a process."""
 
     job: str
     """Id of the job."""

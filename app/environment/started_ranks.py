@@ -29,7 +29,7 @@ class StartedRank(NamedTuple):
     starter: str
     """What started it, for messages."""
     local_rank: int
-    """Index of this process among those of its node."""
+    """Index of this process on its node."""
     variables: dict[str, str]
     """What torchrun would have set, LOCAL_RANK for a device of its own."""
 

@@ -92,7 +92,8 @@ class Topology:
 
     def described(self, name: str) -> str:
         """One value with its origin, for messages: `processes_per_node is 2 (--processes)`."""
-        return f"{name} is {getattr(self, name)!r} ({self.origins.get(name, 'default')})"
+        value = getattr(self, name)
+        return f"{name} is not set" if value is None else f"{name} is {value!r} ({self.origins.get(name, 'default')})"
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:

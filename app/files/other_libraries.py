@@ -106,7 +106,7 @@ def extra(what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise DataError(f'{what} needs a library that is not installed ({error}): pip install "samerun[formats]"') from error
+        raise DataError(f'{what} needs a library that is not installed ({error}): pip install -e ".[formats]"') from error
 
 
 @contextmanager

@@ -46,6 +46,19 @@ def opened(path: Path) -> IO[bytes]:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
+def composed(text: str) -> yaml.Node | None:
+    """Return the nodes of a YAML document; None: it is empty. Raises yaml.YAMLError, also for tags such as `!!python/object`.
+
+    `yaml.compose` keeps them, and readers of the nodes would ignore them.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)  # before the tags: it refuses what is nested too deeply
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if (tag := getattr(event, "tag", None)) and tag not in yaml.SafeLoader.yaml_constructors:
+            problem = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed, write a plain value"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
+    return root
+
+
 class Lines:
     """The lines of a file, and how many were left out."""
 
@@ -98,18 +111,20 @@ def find_yaml(what: str, name_or_path: str, shipped: Path, *, error: Callable[[s
         return path
     word = path.stem.lower()
     inside = [name for name in names if word in name]
-    hint = did_you_mean(word, inside or names, then=f"the package has {', '.join(names)}", cutoff=0.1 if inside else 0.6)
+    then = f"correct the path, or see `samerun {what}s`" if path.parent.name else f"the package has {', '.join(names)}"
+    hint = did_you_mean(word, inside or names, then=then, cutoff=0.1 if inside else 0.6)
     raise error(f"{what} {name_or_path}: there is no {what} or file of that name; {hint}")
 
 
 def compose_yaml(path: Path, *, name: str, error: Callable[[str], Exception]) -> tuple[str, yaml.Node]:
     """Return the text of a file and its one document. Raises `error` of one sentence, which begins with `name` and the line."""
     if not path.is_file():
-        raise error(f"{name}: it is not a text file" if path.exists() else f"{name}: there is no such file")
+        what = "it is a folder: give a YAML file in it" if path.is_dir() else "it is not a text file"
+        raise error(f"{name}: {what if path.exists() else 'there is no such file'}")
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = composed(text)
     except OSError as reason:
         raise error(f"{name}: it cannot be read: {reason.strerror}") from reason
     except UnicodeDecodeError as reason:
@@ -118,8 +133,8 @@ def compose_yaml(path: Path, *, name: str, error: Callable[[str], Exception]) ->
         raise error(f"{name}:{line}: {what}") from reason
     except yaml.MarkedYAMLError as reason:
         line = reason.problem_mark.line + 1 if reason.problem_mark else 1
-        context = f" ({reason.context})" if reason.context else ""
-        raise error(f"{name}:{line}: it is not YAML: {reason.problem}{context}") from reason
+        why = f"{reason.problem} ({reason.context})" if reason.context else reason.problem
+        raise error(f"{name}:{line}: it is {'Python, ' * (path.suffix == '.py')}not YAML: {why}") from reason
     except (yaml.YAMLError, RecursionError) as reason:
         raise error(f"{name}: it is not YAML: {str(reason).splitlines()[0]}") from reason
     if root is None:

@@ -32,7 +32,7 @@ class Region:
     run: int
     """Elements in a run: `count`, where there is one run."""
     stride: int
-    """From the start of a run to that of the next; `run`, where there is one run."""
+    """Distance between the starts of two runs; `run`, where there is one run."""
 
     @classmethod
     def flat(cls, start: int, count: int) -> Region:

@@ -53,8 +53,8 @@ def check(model: nn.Module, parts: int) -> None:
         more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
         if more or (rule in DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
             raise PresetError(
-                f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
-                "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
+                f"{asked} cannot split {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
+                "split layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
             )
         if rule == _SUMMED or rule in _WHOLE_AGAIN:
             continue
@@ -68,7 +68,7 @@ def check(model: nn.Module, parts: int) -> None:
         sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {kind_of_layer}"] = weight.shape[DIVIDED[rule]]
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
         most = math.gcd(*sizes.values())
-        raise PresetError(f"{asked} cannot divide {listed(wrong, 3)} evenly: --tensor-parallel must divide {most} for {kind}")
+        raise PresetError(f"{asked} cannot split {listed(wrong, 3)} evenly: --tensor-parallel must divide {most} for {kind}")
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,1 +1,1 @@
-"""What a run measures and writes: loss, samples, where the time goes, traces, trackers."""
+"""Measurements of a run: loss, samples, time by phase, traces, trackers."""

@@ -1,4 +1,4 @@
-"""Where one process spends its time, how long it waits for other ranks, and the floating-point operations of a sample.
+"""Time of one process by phase, its waits for other ranks, and the floating-point operations of a sample.
 
 Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works through its queue while the host is ahead of it,
 so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html, "Asynchronous
@@ -68,7 +68,7 @@ class Clock:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._phases_s = dict.fromkeys(_PHASES, 0.0)
         self._begun_s = 0.0
-        """Of the lap that has not ended, the time before its last wait, without waits."""
+        """Time of the current lap before its last wait, without waits."""
         self._marks: deque[tuple[Phase | Literal["lap", "pause"], Any]] = deque()
         """Moments that are not read yet, each with what ends there: a phase, the part of a lap before a wait, or a pause."""
         self._mark("pause")

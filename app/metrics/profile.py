@@ -111,7 +111,7 @@ class Profile:
             return
         self._is_over = True
         if self._profiler is None:
-            self._say(f"note: no profile: this start of the run does not include the steps {self._first} to {self._last}")
+            self._say(f"note: no profile: this attempt does not include the steps {self._first} to {self._last}")
             return
         self._end_ranges(depth=0)
         with self._clock.paused():

@@ -4,7 +4,7 @@ What the user sets in the trackers' own variables counts. Imported only where on
 
 A resumed start tells TensorBoard to forget what an earlier one wrote of later steps, or still writes. For its HPARAMS page
 TensorBoard needs the hyperparameters, and the names of scalars of the same folder to show with them: the run's main scores. It
-reads the first ones of a folder alone, so they are those of the first start.
+reads the first ones of a folder alone, so they are the first attempt's.
 
 The records are TensorBoard's own; its writer of files is not used, since it opens a file anew, by its name, for each record.
 
@@ -45,9 +45,9 @@ class Tracked:
     """A run, at one of its starts."""
 
     claim: Claim
-    """What writes into the run folder."""
+    """Writes into the run folder."""
     project: str
-    """What is learnt, by the recipe's name: runs to be compared are in one project (experiment)."""
+    """Name of the recipe: runs to be compared are in one project (experiment)."""
     first_step: int
     """Steps that were taken before, of which the run folder has the lines."""
     logged: Mapping[str, int]
@@ -55,11 +55,11 @@ class Tracked:
     known: dict[str, str]
     """The run's id in each tracker."""
     scores: Sequence[str]
-    """Those that trackers may show beside the settings of the run."""
+    """Values that trackers may show next to the settings of the run."""
 
     @property
     def name(self) -> str:
-        """The run's name among those of its project."""
+        """The run's name within its project."""
         return self.claim.path.resolve().name
 
     def remember(self, tracker: str, identity: str) -> None:
@@ -145,7 +145,7 @@ def _start_trackio(run: Tracked, settings: dict[str, Any]) -> Any:
 _FORMAT = "brain.Event:2"
 _SPLITS = ("validation", "test")
 _OF_TIME = ("_s", "_share", "_per_s_per_device", "memory_bytes", "mfu")
-"""How the names of what is not learnt, but measured of the machine, end."""
+"""Endings of the names of measurements of the machine."""
 
 
 def tag(name: str) -> str:
@@ -244,7 +244,7 @@ class Trackers:
 
     @property
     def take_pictures(self) -> bool:
-        """Whether one of them shows pictures."""
+        """True if one of them shows images."""
         return any(name in _WITH_PICTURES for name in self._on)
 
     def log(self, file: str, numbers: Mapping[str, float], *, step: int) -> None:

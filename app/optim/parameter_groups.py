@@ -89,8 +89,8 @@ def build_optimizer(
     """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any,
     and as many for each learning rate.
 
-    `rule` is that of the model; without, its parameters are not sharded yet, as `Rule.of` wants it. `fused`, for Adam and
-    AdamW: None is where supported. The learning rate is the recipe's until `set_learning_rate` sets that of a step.
+    `rule` is the model's; without, its parameters are not sharded yet, as `Rule.of` wants it. `fused`, for Adam and
+    AdamW: None is where supported. The learning rate is the recipe's until `set_learning_rate` sets a step's.
     """
     rule = rule or Rule.of(recipe, model)
     alike: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, recipe.weight_decay): [], (1.0, 0.0): []}

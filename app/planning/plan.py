@@ -17,7 +17,7 @@ from app.environment.launched import Sharding
 from app.environment.topology import Degrees, Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError, did_you_mean
 from app.files.text_files import duration
-from app.options import Parser, add_recipe, names, numbers, positive, share
+from app.options import Parser, add_recipe, names, numbers, positive, precision, share
 from app.recipe import recipe_file
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import BatchPlan, Recipe
@@ -250,7 +250,7 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
             if rows:
                 print_text(f"  nothing fits: {_REMEDY}")
             continue
-        again = " with checkpoint_activations" * (best["checkpoint_activations"] == _BLOCKS)
+        again = " with activation checkpointing" * (best["checkpoint_activations"] == _BLOCKS)
         print_text(f"  cheapest: {best['preset']}{again}, micro-batch {best['micro_batch']}")
         if best["step_s"] is not None and best["step_s"] < 1e-3:
             print_wrapped("  time unknown: its arithmetic takes less than 1 ms per step, and starting its kernels takes longer")
@@ -259,23 +259,23 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
             print_text(f"  about {duration(best['step_s'])} per step{whole}")
         print_text(f"  {best['command']}")
     print_wrapped(
-        f"\nassumed: {_UTILIZATION:.0%} of a device's memory; the rest is left for the CUDA context, NCCL and fragmentation\n"
+        f"\nassumed: {_UTILIZATION:.0%} of a device's memory; the rest is for the CUDA context, NCCL and fragmentation\n"
         "host per node: offloaded state only, without Python, the libraries and the data; whether it fits is not checked"
     )
     if per_s:
         print_wrapped(
-            f"assumed: {options.mfu:.0%} of {per_s / 1e12:,.0f} TFLOP/s per device (--mfu); recomputing blocks adds a third; "
-            "communication is assumed to overlap with computing"
+            f"assumed: {options.mfu:.0%} of {per_s / 1e12:,.0f} TFLOP/s per device (--mfu); activation checkpointing adds a "
+            "third; communication is assumed to overlap with computing"
         )
     else:
-        print_text(f"the training time is unknown: no FLOP/s of {device['name']} are known")
+        print_wrapped(f"training time unknown: no FLOP/s of {device['name']} with mixed_precision {plan['precision']} known")
 
 
 def _cells(row: Row, unit: int) -> Row:
     """Return a row as the printed table shows it, with memory in units of `unit` bytes."""
     return {
         "preset": row["preset"],
-        "recomputed": "yes" if row["checkpoint_activations"] == _BLOCKS else "no",
+        "checkpointing": "yes" if row["checkpoint_activations"] == _BLOCKS else "no",
         **{kind: round(size / unit, 1) for kind, size in row["memory"].items() if kind != "host"},
         "host per node": round(row["host_of_a_node"] / unit, 1),
         "fits": "yes" if row["fits"] else "no",
@@ -295,7 +295,7 @@ def _parser() -> Parser:
     add("--nodes-of", type=positive, default=8, metavar="N", help="devices per node (default: 8)")
     add("--device", default="h100", metavar="NAME|SIZE",
         help=f"kind of device: {', '.join(DEVICES)}; or its memory, such as 24GiB (default: h100)")  # fmt: skip
-    add("--mixed-precision", choices=presets.PRECISIONS,
+    add("--mixed-precision", type=precision, choices=presets.PRECISIONS,
         help="precision (default: bf16 if the device is known to support it, else no)")  # fmt: skip
     add("--mfu", type=share, default=0.4, metavar="SHARE",
         help="assumed utilization: model FLOP/s as a share of the device's peak (default: 0.4)")  # fmt: skip

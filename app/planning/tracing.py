@@ -44,7 +44,7 @@ from app.recipe.schema import Recipe
 from app.task import Form, NeedsData
 
 KINDS = ("weights", "gradients", "activations", "loss")
-"""Kinds of memory of a pass: gathered weights, gradients, tensors of the layers, and those of the last layer and the loss."""
+"""Kinds of memory of a pass: gathered weights, gradients, tensors of the layers, tensors of the last layer and the loss."""
 Bytes = tuple[int, ...]
 """One number for each of KINDS."""
 LATER = ", of a later pass"

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import operator
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -106,7 +107,7 @@ class Kind:
         if self.optional and is_null(node):
             return None
         if self.scalar is dict and isinstance(node, yaml.MappingNode):
-            return _plain(node)
+            return plain(node)
         with suppress(ValueError):
             if self.length is None:
                 return self._read_scalar(node)
@@ -114,6 +115,8 @@ class Kind:
             if items and self.length in (0, len(items)):
                 return items
         near = did_you_mean(node.value, self.choices) if self.choices and is_plain(node) else ""
+        if self.scalar is float and re.fullmatch(r"0,\d+", str(node.value)):
+            near = f"did you mean {node.value.replace(',', '.')}?"
         raise ValueError(f"expected {self.describe()}{near and '; '}{near}")
 
     def _read_scalar(self, node: yaml.Node) -> Any:
@@ -147,16 +150,16 @@ _PARSERS: Mapping[type, Callable[[str], Any]] = {
 }
 
 
-def _plain(node: yaml.Node, depth: int = 0) -> Any:
+def plain(node: yaml.Node, depth: int = 0) -> Any:
     """Return a node without a type of its own: a mapping, a list, null, true or false, a number or else text."""
     if depth > 9:  # with an alias, a mapping can contain itself
         raise ValueError("it is nested too deeply")
     if isinstance(node, yaml.MappingNode):
         if twice := [key for key, first, _ in text_files.keys_with_lines(node) if first]:
             raise ValueError(f"it has {twice[0]} twice")
-        return {text_files.key_text(key): _plain(value, depth + 1) for key, value in node.value}
+        return {text_files.key_text(key): plain(value, depth + 1) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, depth + 1) for item in node.value]
+        return [plain(item, depth + 1) for item in node.value]
     if is_null(node):
         return None
     for parse in _PARSERS.values() if is_plain(node) else ():

@@ -69,7 +69,7 @@ def problems_of(optim: OptimRecipe) -> Iterator[Problem]:
     """Yield what is wrong with the optimizer's name, its settings and its groups, a sentence each."""
     if optim.name not in TABLE:
         which = f"expected an optimizer of torch, one of {', '.join(TABLE)}"
-        hint = did_you_mean(optim.name.rpartition(".")[2].lower(), TABLE, then=which)
+        hint = did_you_mean(optim.name.removeprefix("torch.optim.").lower(), TABLE, then=which)
         yield Problem(f"optim.name is {optim.name!r}: {hint}", "optim.name")
         return
     for key, entries in (("settings", optim.settings), ("groups", optim.groups)):

@@ -71,19 +71,12 @@ def kinds(task: str) -> Mapping[str, Kind]:
     return {**{key: common[key] for key in _OF_NO_SECTION}, **kinds_in(sections_of(task)), **common}
 
 
-def not_learnt(task: str) -> frozenset[str]:
-    """Return the keys that do not affect what is trained."""
-    return marked("not_learnt", task)
-
-
-def places(task: str) -> frozenset[str]:
-    """Return the keys with the path of something whose fingerprint is compared."""
-    return marked("places", task)
-
-
 @functools.cache
 def marked(name: str, task: str) -> frozenset[str]:
-    """Return the keys that the class variable `name` of their sections lists (see `schema.py`)."""
+    """Return the keys that the class variable `name` of their sections lists (see `schema.py`).
+
+    `not_learnt` do not affect what is trained; `places` have the path of something whose fingerprint is compared.
+    """
     found: set[str] = set()
     for section, cls in sections(task).items():
         listed = getattr(cls, name, ())
@@ -134,7 +127,7 @@ def meant(name: str, task: str, options: Collection[str] = (), *, lead: str = "g
     known, leaf = kinds(task), name.rpartition(".")[2]
     found = [
         hint
-        for hint, names in ELSEWHERE.items()
+        for hint, names in other_programs().items()
         if not {name, leaf}.isdisjoint(names.split()) and {*re.findall(r"\b([a-z]+\.\w+)=", hint)} <= known.keys()
     ]
     of_command = [hint for hint in found if set(re.findall("--[a-z-]+", hint)) <= set(options)]
@@ -147,54 +140,10 @@ def meant(name: str, task: str, options: Collection[str] = (), *, lead: str = "g
     return f"{lead} {hint}" if re.match(r"[a-z.]+[\w.]*=", hint) else hint
 
 
-# What to give for names of transformers' Trainer, TRL, Lightning, timm and torchrun. Of several hints for a name, the first
-# counts whose keys the task has and whose options the command has; the last is for `samerun launch`.
-ELSEWHERE = {
-    "train.global_batch_size=..., over all processes": "b batch_size per_device_train_batch_size per_device_batch_size",
-    "train.max_micro_batch=...; accumulation follows from it":
-        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps micro_batch_size",
-    "leave it out: evaluation uses the batch size of training": "eval_batch_size per_device_eval_batch_size",
-    "train.epochs=...": "num_epochs max_epochs n_epochs epoch", "train.steps=...": "max_steps max_iters num_steps total_steps",
-    "train.checkpoint_activations=blocks": "gradient_checkpointing grad_checkpointing activation_checkpointing",
-    "train.ema_decay=0.9999": "ema use_ema model_ema model_ema_decay", "train.sync_batchnorm=true": "sync_bn",
-    "model.path=FOLDER and train.init_from=FOLDER": "model_name_or_path pretrained_model_name_or_path base_model",
-    "train.init_from=..., a file, a folder or torchvision:NAME": "model_name_or_path pretrained weights initial_checkpoint",
-    "train.evaluate_every_steps=... or train.evaluate_every_epochs=...": "eval_steps eval_strategy val_check_interval",
-    "train.validation_fraction=... (a share) or data.validation_split=... (a name)": "validation_split val_split",
-    "train.stop_after_evaluations_without_gain=...": "early_stopping_patience early_stopping patience",
-    "optim.lr=...": "learning_rate max_lr", "optim.eps=...": "adam_epsilon", "optim.weight_decay=...": "wd",
-    "optim.final_lr_ratio=..., a share of the peak": "min_lr lr_end eta_min",
-    "optim.schedule=cosine, step or constant": "lr_scheduler_type lr_scheduler scheduler sched",
-    "optim.warmup_steps=..., in steps": "warmup_ratio warmup_iters warmup",
-    "optim.name=...": "optimizer opt optim", "model.name=...": "model arch architecture",
-    "optim.clip_norm=...": "max_grad_norm gradient_clip_val clip_grad grad_clip gradient_clipping",
-    "model.architecture=... for random weights, or model.path=FOLDER and train.init_from=FOLDER": "model model_name model.name",
-    "model.attention=...": "attn_implementation", "model.lora_rank=8": "use_peft lora_r use_lora",
-    "data.source=... (its kind) and data.path=... (file, folder or hub name)": "dataset dataset_name data.name",
-    "data.path=FOLDER, which `samerun data tokenize` writes": "dataset dataset_name train_file",
-    "data.path=...": "data data_dir data.dir data.root", "data.image_size=...": "img_size",
-    "data.sequence_length=...": "max_length max_seq_length seq_len block_size", "augment.label_smoothing=...": "smoothing",
-    "log.every_steps=...": "logging_steps log_interval print_freq",
-    "checkpoint.every_steps=... or checkpoint.every_minutes=...": "save_steps save_strategy every_n_train_steps",
-    "checkpoint.keep_last=...": "save_total_limit", "checkpoint.keep_best=true, by validation score": "load_best_model_at_end",
-    "--mixed-precision bf16, fp16 or no": "bf16 fp16 amp mixed_precision amp_dtype half",
-    "--mixed-precision bf16, fp16 or no, or train.dtype=float64": "dtype torch_dtype precision",
-    "--preset cpu, multi_gpu (DDP), fsdp2 or deepspeed_zero3; `samerun presets` lists all":
-        "strategy accelerator distributed_type device ddp multi_gpu cpu use_cpu no_cuda",
-    "--preset fsdp2 (or hsdp)": "fsdp fsdp2 use_fsdp fsdp_config",
-    "--preset deepspeed_zero3 (or deepspeed_zero1, deepspeed_zero2)": "deepspeed use_deepspeed zero_stage",
-    "--devices, the number of all devices": "gpus num_gpus nproc_per_node processes num_processes nodes nnodes num_nodes",
-    "--gpus-per-node (without GPUs: --processes-per-node)": "gpus num_gpus devices nproc_per_node ntasks_per_node processes",
-    "--processes (in a job: --processes-per-node)": "np gpus num_gpus devices nproc_per_node ntasks_per_node processes",
-    "--processes": "np gpus num_gpus devices nproc_per_node processes num_processes",
-    "leave it out: nodes, ranks and addresses come from the job, or from SAMERUN_HOSTS":
-        "node_rank machine_rank local_rank world_size master_addr rdzv_endpoint rdzv_backend rdzv_id main_process_ip",
-    "--nodes": "nodes nnodes num_nodes", "--port": "master_port", "--out": "output output_dir save_dir",
-    "--workers": "j num_workers dataloader_num_workers", "--resume auto (or a path)": "resume_from_checkpoint ckpt_path",
-    "--run-dir (a folder, such as runs/NAME)": "output output_dir save_dir logdir logging_dir run_name checkpoint.dir log.dir",
-    "--recipe FILE (what is trained) or --preset FILE (how processes cooperate)": "config",
-    "--trackers wandb (or tensorboard, or none)": "report_to wandb use_wandb log_wandb log_with logger",
-}  # fmt: skip
+@functools.cache
+def other_programs() -> dict[str, str]:
+    """Return the names of options and keys of other programs, separated by spaces, by what to give for them."""
+    return dict(re.findall("(.+) <- (.+)", Path(__file__).with_name("other_programs.txt").read_text()))
 
 
 def meanings(task: str) -> dict[str, str]:
@@ -245,7 +194,8 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
             values[key] = kinds(task)[key].read(item.node)
         except ValueError as error:
             unread.add(key)
-            problems.append(f"{key} is {shown(item.node)} ({item.origin}): {error}")
+            hint = key == "train.dtype" and meant(shown(item.node), task)
+            problems.append(f"{key} is {shown(item.node)} ({item.origin}): {error}{f'; {hint}' if hint else ''}")
     values["task"] = task  # its absolute path
     origins = {key: given[key].origin if key in given else DEFAULT for key in kinds(task)}
     try:
@@ -295,7 +245,7 @@ def render(loaded: LoadedRecipe) -> str:
 
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
-    ignored = not_learnt(recipe.task)
+    ignored = marked("not_learnt", recipe.task)
     learnt = {key: value for key, value in flat(recipe).items() if key not in ignored}
     learnt |= {key: _content(key, learnt[key]) for key in marked("contents", recipe.task)}
     return _digest(learnt | {"task": task_file.name_of(recipe.task)})
@@ -419,7 +369,7 @@ def _override_node(text: str, *, is_mapping: bool) -> yaml.Node:
     if not text.startswith(("[", '"', "'", *("{" * is_mapping))):
         return plain
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader) or plain
+        return text_files.composed(text) or plain
     except yaml.YAMLError:
         return plain  # not YAML after all: the type of the key decides whether that is right
 

@@ -48,8 +48,8 @@ class TrainRecipe:
     global_batch_size: Annotated[int, POSITIVE] = 128
     """Samples per optimizer step, summed over all processes."""
     max_micro_batch: Annotated[int | None, POSITIVE] = None
-    """Upper limit on the samples of one forward pass on one process. Bounds memory; gradient accumulation keeps the result the
-    same. None: no limit."""
+    """Upper limit on the samples of one forward pass on one process. Bounds memory; gradient accumulation keeps the result
+    unchanged. None: no limit."""
     checkpoint_activations: Literal["none", "blocks"] = "none"
     """Activation checkpointing. blocks: keep only the input of each layer (as named by a transformers model or by the task)
     and recompute the rest in the backward pass. Saves memory, takes about a third more time, changes no result."""
@@ -58,53 +58,51 @@ class TrainRecipe:
     steps: Annotated[int | None, Range(gt=0, le=MOST_STEPS)] = None
     """Length of the run in optimizer steps. Give this or train.epochs."""
     validation_fraction: Annotated[float | None, Range(gt=0, lt=1)] = None
-    """Share of the training samples held out for validation, for data without a validation split. The seed alone chooses them.
-    None: nothing is held out."""
+    """Fraction of the training samples held out for validation, for data without a validation split. The seed alone selects
+    them. None: nothing is held out."""
     evaluate_every_epochs: Annotated[int | None, NOT_NEGATIVE] = None
-    """Evaluate on the validation split every so many epochs; 0: only at the end. Give this or evaluate_every_steps; with
-    neither, after every epoch."""
+    """Evaluate on the validation split every N epochs; 0: only at the end. Give this or evaluate_every_steps; with neither,
+    after every epoch."""
     evaluate_every_steps: Annotated[int | None, POSITIVE] = None
-    """Evaluate on the validation split every so many steps. Give this or evaluate_every_epochs."""
+    """Evaluate on the validation split every N steps. Give this or evaluate_every_epochs."""
     max_validation_samples: Annotated[int | None, POSITIVE] = None
-    """Evaluate on at most so many samples of the validation split. The seed chooses them, so they are always the same. None:
-    all."""
+    """Evaluate on at most N samples of the validation split, always the same ones. None: all."""
     stop_after_evaluations_without_gain: Annotated[int | None, POSITIVE] = None
-    """Early stopping: end the run when the task's validation score (for pictures the accuracy) has not improved for so many
+    """Early stopping: end the run when the task's validation metric (for images the accuracy) has not improved for N
     evaluations in a row. None: off."""
     max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 10
-    """A step whose gradient is not finite, or is a spike, is skipped. More than so many skipped steps in a row end the run."""
+    """A step whose gradient is not finite, or is a spike, is skipped. More than N skipped steps in a row end the run."""
     max_gradient_spike: Annotated[float | None, Range(gt=1)] = 1000.0
-    """A step is skipped as a spike if its gradient norm is more than so many times the median norm. The median is that of the
-    last 128 steps, or of the first 64 if that is greater. Checked from step 65 on. None: off."""
+    """A step is skipped as a spike if its gradient norm is more than N times the median norm of the last 128 steps, or of the
+    first 64 if that is greater. Checked from step 65 on. None: off."""
     ema_decay: Annotated[float | None, Range(gt=0, le=1)] = None
     """Decay per step of an exponential moving average (EMA) of the weights. The average is what is evaluated and exported.
     None: off."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of the weights. float64 is for checking that two runs are the same: rounding errors are then negligible."""
+    """Type of the weights. float64 makes rounding errors negligible, for checking that two runs are the same."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over all processes, not over each process's micro-batch (GPUs only)."""
+    """Compute BatchNorm statistics over all processes instead of each process's micro-batch (GPUs only)."""
     channels_last: bool | None = None
-    """Keep images and activations in channels-last memory order. Tensor cores are faster in it, and max-pooling on a CPU takes
-    a fifth of the time. Weights in half precision are converted too. None: on for the convnet, and for every model on tensor
-    cores (GPUs in half precision or TF32)."""
+    """Keep images and activations in channels-last memory order, which is faster on tensor cores and for max-pooling on CPUs.
+    None: on for the convnet, and for every model on tensor cores (GPUs in half precision or TF32)."""
     tf32: bool = False
-    """Let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to TF32 (10 of 23 mantissa bits). Several
-    times as fast, but the results differ (docs/same-run.md). CPUs ignore it. false: IEEE float32 everywhere."""
+    """Let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to TF32 (10 of 23 mantissa bits). Much
+    faster, but the results differ (docs/same-run.md). CPUs ignore it. false: IEEE float32 everywhere."""
     deterministic: bool = False
     """Use only deterministic kernels: the same devices give the same bits each time. Slower; an operation without such a
     kernel is an error."""
     init_from: str | None = None
-    """Start from these weights, for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a checkpoint,
-    a transformers folder, or torchvision:NAME for published weights, such as torchvision:ResNet50_Weights.IMAGENET1K_V2. `~`
-    and variables are expanded. None: random weights from the seed."""
+    """Initial weights, for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a checkpoint, a
+    transformers folder, or torchvision:NAME for published weights, such as torchvision:ResNet50_Weights.IMAGENET1K_V2. `~` and
+    variables are expanded. None: random weights from the seed."""
     init_allow: tuple[str, ...] | None = None
-    """Name patterns, such as decoder.*, of parameters that may differ from train.init_from. Those that are missing there, or
-    have another shape, keep their new random weights; those that the model lacks are ignored. The last layer may always
+    """Name patterns, such as decoder.*, of parameters that may differ from train.init_from. Parameters that are missing there
+    or have another shape keep their random weights; parameters that the model lacks are ignored. The last layer may always
     differ."""
     download: bool = False
-    """Whether one process per node may download the published weights of train.init_from."""
+    """Allow one process per node to download the published weights of train.init_from."""
     freeze: tuple[str, ...] | None = None
-    """Name patterns, such as features.*, of parameters that are frozen (not trained). None: all are trained."""
+    """Name patterns, such as features.*, of parameters to freeze. None: all are trained."""
 
     def takes_channels_last(self, *, tensor_cores: bool, preferred: bool) -> bool:
         """Return whether images are kept in channels-last order.
@@ -140,24 +138,24 @@ class OptimRecipe:
     """Weight decay of matrices and convolution kernels. Norms and biases get none."""
     groups: Mapping[str, Mapping[str, float]] | None = field(default=None, hash=False)
     """Parameter groups with their own learning rate or weight decay, such as {"backbone.*": {lr_factor: 0.1, weight_decay: 0}}.
-    lr_factor multiplies the learning rate of each step; weight_decay is that of every parameter in the group. An omitted value
-    is as for the other parameters. The pattern matches parameter names, with the shell's * and ?; the first match counts."""
+    lr_factor multiplies the learning rate of each step; weight_decay applies to every parameter in the group. An omitted value
+    is as for the other parameters. Patterns match parameter names, with the shell's * and ?; the first match counts."""
     clip_norm: Annotated[float | None, POSITIVE] = None
-    """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. None: no clipping."""
+    """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. None: off."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup_epochs: Annotated[float | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in epochs. Give this or warmup_steps; with neither, no warm-up."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in steps. Give this or warmup_epochs."""
     final_lr_ratio: Annotated[float, SHARE] = 0.0
-    """Learning rate at the end of the cosine, as a share of the peak."""
+    """Learning rate at the end of the cosine, as a fraction of the peak."""
     cosine_steps: Annotated[int | None, POSITIVE] = None
     """Step at which the cosine ends; later steps keep the final rate. None: the last step."""
     decay_epochs: Annotated[tuple[float, ...], POSITIVE] = (30.0, 60.0, 80.0)
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
     decay_factor: Annotated[float, POSITIVE] = 0.1
-    """What the step schedule multiplies the rate by at each of decay_epochs."""
+    """Factor of the step schedule at each of decay_epochs."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", optimizers.NAMES.get(self.name, self.name))
@@ -179,14 +177,14 @@ class LogRecipe:
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     every_steps: Annotated[int, POSITIVE] = 50
-    """Write a line of metrics.jsonl every so many steps. A line costs about as much as one or two steps of a tiny model."""
+    """Write a line of metrics.jsonl every N steps."""
     train_scores: bool = True
-    """Also report the training scores that the task computes with its loss, such as the training accuracy."""
+    """Also report the training metrics that the task computes with its loss, such as the training accuracy."""
     samples: bool = False
-    """Also write samples.jsonl: the sample indices of each step, in order. For checking runs; costs one gather per step."""
+    """Also write samples.jsonl: the sample indices of each step, in order. Costs one gather per step."""
     examples: Annotated[int, NOT_NEGATIVE] = 16
-    """How many samples TensorBoard and wandb show, as the model gets them, in the first steps of epochs 0, 1, 2, 4, ... A task
-    that generates text shows its texts for at most 4 of them after each evaluation. 0: none."""
+    """Number of samples that TensorBoard and wandb show, as the model gets them, in the first steps of epochs 0, 1, 2, 4, ...
+    A task that generates text shows its texts for at most 4 samples after each evaluation. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +194,13 @@ class CheckpointRecipe:
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     every_steps: Annotated[int | None, POSITIVE] = None
-    """Save a checkpoint every so many steps. None: not by steps."""
+    """Save a checkpoint every N steps. None: not by steps."""
     every_minutes: Annotated[float | None, POSITIVE] = 15.0
-    """Save a checkpoint about every so many minutes. None: not by time. With neither, checkpoints are saved only on
-    request."""
+    """Save a checkpoint about every N minutes. None: not by time. With neither, checkpoints are saved only on request."""
     keep_last: Annotated[int, Range(ge=1)] = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Also keep the best checkpoint: one is saved whenever the task's validation score (for pictures the accuracy) is the best
+    """Also keep the best checkpoint: one is saved whenever the task's validation metric (for images the accuracy) is the best
     so far."""
 
     @property
@@ -219,7 +216,7 @@ class ProfileRecipe:
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     steps: str | None = None
-    """First and last step to trace, such as 10:20, both included; the run's first step is 1. None: no trace."""
+    """First and last step to trace with the profiler, such as 10:20 (docs/profiling.md). None: no trace."""
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -258,8 +255,8 @@ class Recipe:
     seed: Annotated[int, Range(ge=0, le=2**63 - 1)] = 0
     """Seed of the initial weights, the sample order and the augmentation."""
     task: str = tasks.DEFAULT
-    """The task: the name of one that comes with the package, or a Python file of your own, relative to the recipe
-    (docs/your-own-task.md). Each task adds its own sections to the recipe."""
+    """Task: image_classification, causal_lm, or a Python file of your own, relative to the recipe (docs/your-own-task.md).
+    Each task adds its own sections to the recipe."""
     sections: Any = field(default_factory=_default_sections)
     """The task's own sections: its `Sections`. `group_size` is the number of neighbouring samples that are computed together,
     so that every micro-batch contains whole groups of them, and `why_grouped` the reason; `inputs` are, by key, files that must
@@ -382,6 +379,6 @@ class BatchPlan:
             conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
         ranks = f"{data_ranks} data-parallel ranks of {tensor_parallel}" if tensor_parallel > 1 else f"{data_ranks}"
         raise RecipeError(
-            f"train.global_batch_size is {global_batch_size}, which {ranks} processes cannot divide into {conditions}: "
+            f"train.global_batch_size is {global_batch_size}, which {ranks} processes cannot split into {conditions}: "
             f"{remedy} change train.global_batch_size (a multiple of {data_ranks * group_size} always works)"
         )

@@ -1,1 +1,1 @@
-"""What people read of runs: curves, comparisons, scaling, the page of a run, the terminal."""
+"""Reports of runs: curves, comparisons, scaling, the page of a run, the terminal."""

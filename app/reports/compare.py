@@ -2,8 +2,8 @@
 
 The one comparison of runs, for `samerun compare` and `samerun parity`. Two runs were the same if their recipes agree in all
 that affects training, if every step that both took had the same samples and learning rate, and if the losses of their first
-hundred common steps are the same to a tolerance. Later losses drift apart by rounding, the sooner the more kinks a network has.
-Then the verdict names the step up to which they are the same. Whatever is unknown is reported as unknown.
+hundred common steps agree within a tolerance. Later losses drift apart by rounding, the sooner the more kinks a network has.
+Then the verdict names the step up to which they agree. Whatever is unknown is reported as unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDING, _ROUNDING_STEPS = 1e-6, 10
 """Largest relative difference that is rounding alone, and steps after which a further drift can be rounding that has grown."""
 _DRIFT = (
     "Rounding can cause such a drift: it grows from step to step, and jumps where a network has kinks (ReLU, maxima). These "
-    "losses cannot show whether rounding is the only cause; with train.dtype=float64, runs that are the same stay together"
+    "losses cannot show whether rounding is the only cause; with train.dtype=float64, equal runs stay together"
 )
 _MACHINES = ("preset", "strategy", "mixed_precision", "world_size", "micro_batch", "accumulation", "global_batch_size",
              "commit")  # fmt: skip
@@ -109,37 +109,37 @@ class Comparison:
 
     def __str__(self) -> str:
         """The verdict, in a sentence."""
-        same = {True: "The same run", False: "Not the same run", None: "Unknown whether it is the same run"}[self.is_same]
+        same = {True: "The same run", False: "Not the same run", None: "Not known to be the same run"}[self.is_same]
         if self.is_same and self.losses.first_beyond is not None:
-            same = f"The same run up to step {self.losses.same_up_to_step}, and apart after it"
-        recipes = "the recipes agree in all that is learnt"
+            same = f"The same run up to step {self.losses.same_up_to_step}"
+        recipes = "same training settings"
         if self.learnt is None:
             recipes = "a recipe cannot be read"
         elif self.learnt:
             more = ", ..." if len(self.learnt) > _MOST_KEYS else ""
             recipes = f"the recipes differ in {', '.join(self.learnt[:_MOST_KEYS])}{more}"
-        return f"{same}: {recipes}, {self._samples_verdict()}, and {self._losses_verdict()}."
+        return f"{same}: {recipes}; {self._samples_verdict()}; {self._losses_verdict()}."
 
     def _samples_verdict(self) -> str:
         if self.samples_differ_at is not None:
-            return f"step {self.samples_differ_at} is the first with other samples"
+            return f"step {self.samples_differ_at} is the first with different samples"
         if self.rates_differ_at is not None:
-            return f"step {self.rates_differ_at} is the first with another learning rate"
+            return f"step {self.rates_differ_at} is the first with a different learning rate"
         if not self.compared_steps:
-            return "no ledger records which samples both runs were fed"
-        steps = f"all {self.compared_steps:,} steps" if self.compared_steps > 1 else "the one step"
-        return f"{steps} that both took had the same samples and learning rates"
+            return "the ledgers do not record the samples of any shared step"
+        steps = f"all {self.compared_steps:,} shared steps" if self.compared_steps > 1 else "the one shared step"
+        return f"same samples and learning rates in {steps}"
 
     def _losses_verdict(self) -> str:
         found = self.losses
         if not found.compared_lines:
-            return "no lines of the two runs cover the same steps, so losses cannot be compared"
-        most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
+            return "losses cannot be compared, as no lines of the two runs cover the same steps"
+        most = f"(largest relative difference {found.largest:.1e}, at step {found.largest_at_step})"
         if found.first_beyond is None:
-            return f"all losses up to step {found.up_to_step} are the same to {found.tolerance:g}: {most}"
-        text = f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
+            return f"losses agree within {found.tolerance:g} {most}"
+        text = f"losses differ by more than {found.tolerance:g} from step {found.first_beyond} {most}"
         if found.are_same:
-            text = f"losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}, then drift apart: {most}"
+            text = f"losses agree within {found.tolerance:g} up to step {found.same_up_to_step}, then drift apart {most}"
         return ". ".join(filter(None, (text, self.reason)))
 
 
@@ -147,7 +147,7 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
     """Compare two runs. `tolerance`: largest relative difference of losses; None: 1e-5 in the first 20 steps, then 1e-4."""
     recipe = _different(_recipe(one), _recipe(other)) if one.recipe and other.recipe else None
     own = (key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str))  # of a user's task
-    not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.not_learnt(task))}
+    not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.marked("not_learnt", task))}
     digests, other_digests = _digests(one), _digests(other)
     found = Comparison(
         recipe=recipe,
@@ -278,7 +278,7 @@ def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
-    """Return the pairs of unequal values; the order within a value counts, as that of `optim.groups`."""
+    """Return the pairs of unequal values; the order within a value counts, as in `optim.groups`."""
     return {key: pair for key, pair in _pairs(one, other).items() if len({json.dumps(it, default=str) for it in pair}) > 1}
 
 

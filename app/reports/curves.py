@@ -35,7 +35,7 @@ _LOG_FROM = 10.0  # largest over smallest, from which on a linear axis would sho
 # Four line styles, dark at first and then lighter; in color, those of Okabe and Ito, which all eyes can tell apart.
 _LINES = ("-", "--", "-.", ":")
 PART_COLORS: dict[Part, str] = {"training": "#56a0d3", "validation": "#b34f00", "test": "#00694b"}
-"""Of one run. Training is the lightest."""
+"""Colors of one run. Training is the lightest."""
 _COLORS = ("#000000", "#0072b2", "#b34f00", "#00694b", "#8c8c8c", "#56b4e9", "#e69f00", "#cc79a7")
 _MARKERS = "os^Dv*PX"
 _MOST_POINTS = 500  # of a curve; more would be a band instead of a line
@@ -180,11 +180,13 @@ def draw(
 
 
 def label_log_axis(axes: Axes, form: str) -> None:
-    """Make the y axis logarithmic, and label it within a decade too."""
+    """Make the y axis logarithmic, and label it within a decade too, as far as labels do not overlap."""
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    low, high = axes.get_ylim()
+    subs = (1, 2, 3, 5) if high < 50 * low else (1, 2, 5) if high < 1000 * low else (1, 3) if high < 1e5 * low else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(form)
     axes.yaxis.set_minor_formatter("")
 

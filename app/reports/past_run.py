@@ -112,7 +112,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds something that a run writes at its start."""
-    names = (run_folder.RUN, run_folder.METRICS, run_folder.RECIPE, run_folder.LEDGER)
+    names = (run_folder.RUN, run_folder.METRICS, run_folder.LEDGER)
     return any((folder / name).exists() for name in names)
 
 
@@ -121,7 +121,7 @@ def read(folder: Path) -> PastRun:
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
     if not is_run(folder):
-        raise RunFolderError(f"{folder} is not the folder of a run: it has none of the files that a run writes at its start.")
+        raise RunFolderError(f"{folder} is not the folder of a run, or the run is still starting: it has no run.json.")
     complaints: list[str] = []
 
     def attempt(load: Callable[[Path], T], name: str, otherwise: T, *, optional: bool = False) -> T:
@@ -249,7 +249,7 @@ def time_parts(spent: ledger.TimeSpent) -> dict[str, float | None]:
         "evaluation": spent.evaluation_s,
         "saving": spent.saving_s,
         "lost work": spent.lost_work_s,
-        "between starts": spent.down_s,
+        "between attempts": spent.down_s,
         "other": spent.other_s,
         "whole time": spent.wall_s,
     }

@@ -50,8 +50,8 @@ _MOST_STRIPS = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and print where it is; return the exit code."""
     parser = Parser("report", "Write a report of a run as one HTML page.")
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; the run may be finished, running or "
-        "crashed (default: the newest in runs/)")  # fmt: skip
+    parser.add_argument("run", type=run_folder.existing, nargs="?", metavar="RUN", help="run folder; the run may be "
+        "finished, running or crashed (default: the newest in runs/)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="PATH", help=f"file to write (default: RUN/{FILE})")
     arguments = parser.parse_all(argv)
     folder = arguments.run or run_folder.newest()
@@ -115,7 +115,7 @@ def render(run: PastRun, now: float, page: Path | None = None) -> tuple[str, lis
         scores=attempt("The scores, of result.json and evaluations.jsonl,", lambda: _scores(run)),
         named=attempt("The tables of result.json", lambda: _named(run)),
         texts=attempt("The texts, of texts.jsonl,", lambda: _texts(run)),
-        starts=attempt("The list of starts, of ledger.jsonl,", lambda: _starts(run, state)),
+        starts=attempt("The list of attempts, of ledger.jsonl,", lambda: _starts(run, state)),
         changed=attempt("The changes to the recipe", lambda: _changed(run)),
         profile=attempt("The profile", lambda: _profile(run, page or run.folder / FILE)),
         topology=attempt("The topology, of run.json,", lambda: _topology(run)),
@@ -260,7 +260,7 @@ def _goodput(run: PastRun) -> dict[str, Any] | None:
     if not run.events:
         return None
     if not isinstance(run.events[0], ledger.Start):
-        raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is unknown.")
+        raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with an attempt: time spent is unknown.")
     spent, begin, rows = ledger.account(run.events), 0.0, list[Bar]()
     for name, seconds in past_run.time_parts(spent).items():
         share = (seconds or 0.0) / (spent.wall_s or 1.0)

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 _NUMBER = re.compile(r"unknown|[-+]?\d[\d,]*(\.\d*)?(e[-+]?\d+)?( .*|%)?")
 """A number, and what may follow it, such as its unit; or none that is known."""
 _BREAK = re.compile(r" |(?<=\.)")
-"""Where a heading can be broken: at a space, and after the section of a recipe key."""
+"""A place where a heading can be broken: at a space, and after the section of a recipe key."""
 
 
 class SafeConsole(Console):
@@ -155,7 +155,7 @@ def write(rows: Sequence[Row], *, optional: Sequence[str] = ()) -> None:
         table.add_row(*map(escape, row))
     screen.print(table)
     if hidden:
-        print_wrapped(f"no room for: {', '.join(hidden)} (a wider terminal, or --json, shows them)")
+        print_wrapped(f"no room for: {', '.join(hidden)} (a wider terminal shows them, and so does JSON or CSV)")
 
 
 def text_of(value: Any) -> str:

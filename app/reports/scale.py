@@ -176,7 +176,8 @@ def _write_results(out: Path, unit: str, rows: Sequence[Mapping[str, Any]], *, t
     files = [out / "scaling.csv"]
     run_folder.write_text(files[0], as_csv(rows))
     if measured := [row for row in rows if row["runs"]]:
-        write([{key: value for key, value in row.items() if key != "problems"} for row in measured])
+        shown = [{key: value for key, value in row.items() if key != "problems"} for row in measured]
+        write(shown, optional=("processes_per_node", f"{unit}_per_s_deviation", "runs", "nodes"))
         files += write_figure(_figure(measured, unit, title), out / "scaling")
     return files
 
@@ -198,7 +199,7 @@ def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
         for row in points:
             place = {"xytext": (6, 5), "textcoords": "offset points"}
             efficiency.annotate(f"{row['speedup']:.2f}x", (row["devices"], row["efficiency"]), **place)
-    throughput.set(ylabel=f"{unit}/s (grey: ideal)")
+    throughput.set(ylabel=f"{unit}/s (gray: ideal)")
     label_log_axis(throughput, "{x:,.0f}")
     efficiency.axhline(1.0, color="0.7", zorder=1)
     most = max(1.0, *(row["efficiency"] for row in rows))

@@ -31,7 +31,7 @@ _BROKEN = (OSError, EOFError, zlib.error, ValueError, LookupError, ArithmeticErr
 def main(argv: Sequence[str]) -> int:
     """Write RUN/profile/timeline.json.gz; return the exit code. Raises RunFolderError if there is no profile."""
     parser = Parser("timeline", "Merge the profiler traces of all ranks into one, for ui.perfetto.dev or chrome://tracing.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run trained with, for example, profile.steps=10:20")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run trained with profile.steps, such as 10:20")
     folder = parser.parse_all(argv).run / run_folder.PROFILE
     print_text("\n".join(merge(folder)))
     return 0

@@ -28,7 +28,7 @@ from app.runs import ledger, run_folder
 
 _EVERY_S = 2.0
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_WIDTH = 32
+_WIDTH = 24
 """Characters of a sparkline and of the bar."""
 _RECENT_LINES = 30
 """Lines of metrics that the expected end is computed from."""
@@ -109,8 +109,8 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
     saved = [event for event in run.events if isinstance(event, ledger.Saved)]
     add("checkpoint", f"step {saved[-1].step:,}, {duration(now - saved[-1].time)} ago" if saved else "none yet")
     if run.starts:
-        start, number = run.starts[-1], len(run.starts)
-        add("processes", f"{start.world_size}, preset {start.preset or 'none'}, start {number}, after step {start.from_step:,}")
+        it, number = run.starts[-1], len(run.starts)
+        add("processes", f"{it.world_size}, preset {it.preset or 'none'}, attempt {number}, after step {it.from_step:,}")
     return Group(title, rows)
 
 

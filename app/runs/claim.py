@@ -10,7 +10,7 @@ by what holds on a local disk, NFS and Lustre alike, without locks, which shared
     whole files    (and folders: checkpoints, test_predictions, profile) are written in the place and renamed to where they
                    belong. Without its place a start has nothing to rename; what it removes it renames into the place.
     lines          are appended through handles that are opened once. A claim copies each file up to the step that the run goes
-                   on from and renames the copy over it, so the handle of an older start is that of a file which nobody reads.
+                   on from and renames the copy over it, so an older start has the handle of a file that no process reads.
 
 On NFS an older start may know its place by a handle that outlives a rename; so the place is also removed. What fails for that
 reason (ENOENT, ESTALE) is told as what it is: the folder was taken over.
@@ -39,11 +39,11 @@ from app.runs import run_folder
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _REMOVED_WITHIN_S = 30.0
-"""How long to retry removing a folder: an older start on another machine may still write into it through NFS."""
+"""Time to retry removing a folder: an older start on another machine may still write into it through NFS."""
 
 
 class Claim:
-    """What one start writes with. The main process makes it (`claim`); the others know its place."""
+    """The writer of one attempt. The main process makes it (`claim`); the others know its path."""
 
     def __init__(self, path: Path, place: Path) -> None:
         """`path` is the run folder, and `place` the folder in it which is this start's own."""
@@ -67,12 +67,12 @@ class Claim:
         starts = self.place.parent
         later = [number for number in run_folder.start_numbers(starts) if number > int(self.place.name)]
         if not later:
-            return f"{self.path}, the run folder, or {self.place} in it, has been removed: this start ends."
+            return f"{self.path}, the run folder, or {self.place} in it, has been removed: this attempt ends."
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
             host = run_folder.last_start(self.path)["host"]
         return (
-            f"another start of this run, on {host}, has taken {self.path} over: this one ends and writes nothing more. "
+            f"another attempt of this run, on {host}, has taken {self.path} over: this one stops and writes nothing more. "
             "If you started both, give one another --run-dir."
         )
 

@@ -69,13 +69,13 @@ class StepSpan:
     first: int
     last: int
     digests: tuple[str, ...]
-    """Of the samples of each step: what `digest` returns for them, summed modulo 2**64, in hexadecimal."""
+    """For each step `digest` of its samples, summed modulo 2**64, in hexadecimal."""
     skipped: tuple[int, ...] = ()
     """The steps of which nothing was applied."""
     training_s: float
     """Time spent since the line of steps before, or since the loop began, without evaluations and saves."""
     waiting_s: float
-    """How much of it the main process waited for data."""
+    """Part of it in which the main process waited for data."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last == self.first + len(self.digests) - 1:
@@ -172,7 +172,7 @@ def _event(values: dict[str, Any]) -> Event:
 
 
 def counting(events: Iterable[Event]) -> list[Event]:
-    """Return what counts in the end: the events without those of steps that a later start took again."""
+    """Return the events that count in the end, without the steps that a later start repeated."""
     kept: list[Event] = []
     for event in events:
         if isinstance(event, Start):
@@ -182,7 +182,7 @@ def counting(events: Iterable[Event]) -> list[Event]:
 
 
 def _upto(event: Event, step: int) -> Event | None:
-    """What is left of an event if nothing after a step counts."""
+    """Return the part of an event up to a step."""
     if isinstance(event, StepSpan) and event.first <= step < event.last:
         num_steps = step - event.first + 1
         share = num_steps / len(event.digests)
@@ -209,9 +209,9 @@ class TimeSpent:
     """Seconds of a run, up to the last line of its ledger, as the main process saw them."""
 
     queue_s: float | None = None
-    """From submitting a job until it was allocated; None where no start knows it."""
+    """Time from submitting a job until it was allocated; None if no attempt knows it."""
     startup_s: float = 0.0
-    """From the allocation, where it is known, or the launch of the main process until its training loop began.
+    """Time from the allocation, where it is known, or the launch of the main process until its training loop began.
 
     All of a start that took no step.
     """
@@ -225,7 +225,8 @@ class TimeSpent:
     lost_work_s: float = 0.0
     """Steps, evaluations and saves that a later start did again."""
     down_s: float = 0.0
-    """From the last line of a start until the next was submitted, allocated or launched: who is killed cannot say when."""
+    """Time from the last line of an attempt until the next was submitted, allocated or launched: who is killed cannot say
+    when."""
     other_s: float = 0.0
     """Writing the result, and whatever no line tells of."""
 
@@ -236,7 +237,7 @@ class TimeSpent:
 
     @property
     def share(self) -> float:
-        """How much of the whole time was compute that counts, 0..1."""
+        """Share of the whole time that was compute that counts, 0..1."""
         return self.compute_s / self.wall_s if self.wall_s else 0.0
 
 

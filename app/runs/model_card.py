@@ -11,7 +11,7 @@ from typing import Any
 FILE = "README.md"
 LOADED_BY_US = """\
 from pathlib import Path
-from app.checkpoints import stored_weights  # pip install samerun
+from app.checkpoints import stored_weights  # where Samerun is installed
 
 task, model, facts = stored_weights.load(Path("THIS_FOLDER"))
 """
@@ -20,23 +20,23 @@ task, model, facts = stored_weights.load(Path("THIS_FOLDER"))
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What only a task can tell of its model: its module `card` does, without torch."""
+    """Facts that only a task knows about its model: its module `card` returns them, without torch."""
 
     title: str
     data: str
-    """What it was trained on, in words, no path."""
+    """The training data in words, no path."""
     library: str = "samerun"
     pipeline: str | None = None
     """The hub's name for what the model does."""
     dataset: str | None = None
     """The data's name on the hub, if it is from there."""
     sample: str = "samples"
-    """What a sample is, in the plural."""
+    """Name of the samples, in the plural."""
     more: str = ""
     """Sentences on the training beside that."""
     use: str = LOADED_BY_US
     also: str = ""
-    """What else a user has to know, as Markdown."""
+    """Further notes for a user, as Markdown."""
 
 
 def written(card: CardFacts, weights: Mapping[str, Any]) -> bytes:

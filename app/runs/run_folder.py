@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer, short_traceback
+from app.errors import HangError, RunFolderError, SamerunError, did_you_mean, is_of_a_lost_peer, short_traceback
 from app.files.atomic_files import disk_errors, file_made_whole, new_folder
 from app.files.text_files import Lines, is_count, is_finite, opened, parsed
 
@@ -68,7 +68,7 @@ def predictions(split: str) -> str:
 
 
 UNIT = "samples"
-"""What a run counts whose task has no unit of its own."""
+"""Unit of a task that names none."""
 
 
 def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
@@ -159,6 +159,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def existing(text: str) -> Path:
+    """Return the folder of a run that the command line names. Raises RunFolderError if there is none."""
+    path = Path(text)
+    if not path.exists():
+        runs = sorted(str(file.parent) for folder in {path.parent, Path("runs")} for file in folder.glob(f"*/{RUN}"))
+        hint = did_you_mean(text, runs, otherwise=f"there are {', '.join(runs[:4])}{', ...' * (len(runs) > 4)}" if runs else "")
+        raise RunFolderError(f"{text}: there is no such run{hint and '; '}{hint}")
+    return path
+
+
 def newest(runs: Path = Path("runs")) -> Path:
     """Return the run in a folder of runs, or of folders of runs, whose last start is the latest. Raises RunFolderError."""
     files = [*runs.glob(f"*/{RUN}"), *runs.glob(f"*/*/{RUN}")]
@@ -198,7 +208,7 @@ class ProcessFailure:
     traceback: str = ""
     """Empty for an error that the user can fix."""
     is_consequence: bool = False
-    """Whether it failed because another process did, or hangs: any other failure of the start is then the cause."""
+    """True if it failed because another process failed or hangs: any other failure of the attempt is then the cause."""
 
     @property
     def name(self) -> str:
@@ -212,7 +222,7 @@ class ProcessFailure:
         if number not in map(int, signal.Signals):
             return f"{self.name} ended with exit code {self.exit_code}"
         sent = signal.Signals(number).name
-        return f"{self.name} was ended by {sent}" + (", for example for lack of memory" if sent == "SIGKILL" else "")
+        return f"{self.name} was ended by {sent}" + (", possibly out of memory" if sent == "SIGKILL" else "")
 
 
 def record_failure(folder: Path | None, failure: ProcessFailure) -> None:
@@ -231,7 +241,7 @@ class Recorder:
     """Records the error that ends this process."""
 
     folder: Path | None
-    """Of this start; None: not known."""
+    """The attempt's folder of errors; None: not known."""
 
     def record(self, error: Exception, *, rank: int | None = None) -> None:
         """Record an error, while it is handled."""

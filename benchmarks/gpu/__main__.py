@@ -1,10 +1,10 @@
-"""What a machine with a GPU has to show, the most important first: `make gpu`, or `python -m benchmarks.gpu --out FOLDER`.
+"""Measure a machine with a GPU, the most important results first: `make gpu`, or `python -m benchmarks.gpu --out FOLDER`.
 
-Each part is a process of its own with a number of seconds, and all of them together have `--minutes`. What a part has found is
-in FOLDER/report.md immediately, and what its programs printed in FOLDER/output.txt: if the run is killed, finished results
+Each part is a separate process with a time budget, and all of them together have `--minutes`. Results of a part are
+in FOLDER/report.md immediately, and the output of its programs in FOLDER/output.txt: if the run is killed, finished results
 stay. A part that exceeds its time is ended, with a message, and the next one begins. All budgets together are more than the
-whole may take: what one part leaves over, a later one can need. They are estimates for one H200 with 16 cores
-(docs/performance-gpu.md).
+total: a later part can use the time that an earlier one did not need. They are estimates for one H200 with 16 cores
+(benchmarks/RESULTS.md).
 
 `--dry-run` goes through every part on the CPU with small models; its figures mean nothing, and the tests that need a GPU are
 skipped.
@@ -41,7 +41,7 @@ _SIZES = {
     "model": ("resnet50", "resnet18"), "image_size": (224, 32), "batch": (256, 8), "steps": (16, 2), "rounds": (4, 2),
     "small_steps": (400, 4), "photographs": (4096, 32), "state_gb": (4.0, 0.1), "minutes": (9.4, 45.0),
 }  # fmt: skip
-"""On a GPU, and in a dry run. `rounds` of windows of so many `steps`; `photographs` are files, the state is what is saved."""
+"""Sizes on a GPU, and in a dry run. A round is a window of `steps`; `photographs` are files, `state_gb` is the saved state."""
 _DRY_TIMES, _LEAST_S, _MARGIN_S = 5, 20.0, 10.0
 """A part of a dry run has so many times its seconds: a CPU is slow, and DeepSpeed compiles for one. Seconds without which no
 part is begun, and those before its end in which a part begins no further round."""
@@ -67,16 +67,16 @@ class Part(NamedTuple):
 _GPU = "tests/runs/test_gpu.py"
 PARTS = {
     # pytest-xdist deals tests one by one as long as they are fewer than twice those that run together.
-    "presets": Part("each preset trains, goes on, and agrees with the CPU and with itself", 160,
+    "presets": Part("each preset trains, resumes, and agrees with the CPU and with itself", 160,
                     tests=("-m", "gpu and multiproc", _GPU), together=14),
-    "text": Part("GPT-2 124M in bf16 beside a hand-written loop and transformers' Trainer", 130, text.measure),
-    "eager": Part("ResNet-50 in bf16 beside a hand-written loop, AdamW and SGD", 80, images.eager),
+    "text": Part("GPT-2 124M in bf16 compared with a hand-written loop and transformers' Trainer", 130, text.measure),
+    "eager": Part("ResNet-50 in bf16 compared with a hand-written loop, AdamW and SGD", 80, images.eager),
     "text_large": Part("350M, 1.3B, and as much of 8B as fits, each alone", 180, text.large),
-    "memory": Part("the memory of a step beside what samerun plan says", 90, memory.measure),
-    "compiled": Part("ResNet-50 beside a hand-written loop, both compiled", 120, images.compiled),
+    "memory": Part("the memory of a step compared with samerun plan", 90, memory.measure),
+    "compiled": Part("ResNet-50 compared with a hand-written loop, both compiled", 120, images.compiled),
     "recipe": Part("the recipe imagenet_resnet50 as it is shipped, on made-up images", 60, images.shipped),
     "sharded": Part("ResNet-50 under the presets that shard, with one process", 80, images.sharded),
-    "small": Part("what the loop costs a step of small models", 60, images.small),
+    "small": Part("overhead of the loop in a step of small models", 60, images.small),
     "photographs": Part("ResNet-50 on photographs", 90, images.on_photographs),
     "tests": Part("every other test that needs a GPU", 60, tests=("-m", "gpu and not multiproc", "tests")),
     "not_finite": Part("tests that start processes on the GPU, among them NaN at step 3 under each preset and optimizer", 90,

@@ -84,7 +84,7 @@ def shipped(options: argparse.Namespace, folder: Path) -> int:
 
 
 def small(options: argparse.Namespace, folder: Path) -> int:
-    """What the loop adds to a step of one matrix, and of the small ConvNet, on grey images of 28 pixels."""
+    """Measure the overhead of the loop in a step of one matrix, and of the small ConvNet, on gray images of 28 pixels."""
     write_images(folder / "small", 64 * _SMALL_BATCH, (1, 28, 28), classes=_CLASSES)
     entries: dict[str, Entry] = {}
     for model in ("linear", "convnet"):
@@ -163,7 +163,7 @@ def _run_recipe(options: argparse.Namespace, run_dir: Path, *data: str) -> int:
 
 
 def write_photographs(folder: Path, count: int, *, classes: int = _CLASSES) -> None:
-    """Write JPEG files as large and as coarse as photographs: so many to train, and one of each class to evaluate."""
+    """Write JPEG files as large and as coarse as photographs: `count` to train, and one of each class to evaluate."""
     from PIL import Image
 
     for number in range(count + classes):

@@ -1,4 +1,4 @@
-"""What the steps of real runs take of a GPU's memory, compared with what `samerun plan` predicts.
+"""GPU memory of the steps of real runs, compared with the prediction of `samerun plan`.
 
 Measured is the most that torch's allocator gave out within two steps after the first, and what it had taken for that from the
 driver (`reserved`), which is more because of fragmentation. Neither holds CUDA's own context. Several runs train at the same

@@ -1,4 +1,4 @@
-"""Language models in bf16 compared with a hand-written loop and transformers' Trainer, with and without computing layers again.
+"""Language models in bf16 compared with a hand-written loop and transformers' Trainer, with and without recomputation.
 
 The sizes are those of the shipped recipes, with a vocabulary of 50,304 for GPT-2's (as nanoGPT fills it up) and Llama 3's own;
 the tokens are made up. Programs at GPT-2 124M take turns on the device. Of larger models each program has the device alone, and
@@ -6,7 +6,7 @@ Llama 3 8B has as many of its 32 layers as fit.
 
 By default Samerun computes logits of so large a vocabulary by chunks, and once more in the backward pass, which saves most of
 their memory: the hand-written loop and the Trainer hold them whole, and so does Samerun where the table says so. MFU does not
-count what is computed again; attention counts in full (`app/metrics/clock.py`).
+count recomputation; attention counts in full (`app/metrics/clock.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def small_like(network: Network) -> Network:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    """GPT-2 124M: all programs in turns, layers kept and computed again."""
+    """Measure GPT-2 124M: all programs in turns, with activations kept and recomputed."""
     network = small_like(GPT2_124M) if options.dry_run else GPT2_124M
     failed = 0
     for again in ("none", "blocks"):
@@ -146,4 +146,4 @@ def _compete(entries: Mapping[str, Entry], options: argparse.Namespace, folder: 
 
 def _about(network: Network, again: str) -> str:
     batch = f"{network.rows} row{'s' if network.rows > 1 else ''} of {network.length}"
-    return f"{network.name}, {batch}, {'layers computed again' if again == 'blocks' else 'all is kept'}"
+    return f"{network.name}, {batch}, {'activations recomputed' if again == 'blocks' else 'activations kept'}"

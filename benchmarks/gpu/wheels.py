@@ -4,9 +4,9 @@
     python3 -m benchmarks.gpu.wheels use FOLDER --into ENVIRONMENT        there: `make gpu GPU_PYTHON=python3`
 
 `use` makes a virtual environment that sees all packages of the Python that runs it, and installs in it the wheels whose
-packages that Python has not. Nothing is changed in that Python, and what the environment's Python starts has the same packages,
-whatever variables it is given. (`venv --system-site-packages` would see the packages of the Python below this one, if this one
-is itself a virtual environment's.) Standard library and pip only.
+packages that Python does not have. Nothing is changed in that Python, and processes that the environment's Python starts have
+the same packages, whatever variables they get. (`venv --system-site-packages` would see the packages of the Python below this
+one, if this one is itself a virtual environment's.) Standard library and pip only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DOWNLOADED = (
     *("einops", "msgpack", "ninja", "py-cpuinfo", "hypothesis", "sortedcontainers", "pytest", "pytest-xdist", "execnet"),
     *("iniconfig", "pluggy"),
 )
-"""What a Python with torch, torchvision, accelerate and transformers may lack: requirements of ours, and theirs."""
+"""Packages that a Python with torch, torchvision, accelerate and transformers can lack: our requirements, and theirs."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64")
 
 

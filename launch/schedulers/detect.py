@@ -66,12 +66,12 @@ def this_machine(
     """
     if processes is None:
         count, origin = hosts.count_accelerators(environment, device_folder=device_folder)
-        processes, origin = (count, origin) if count else (1, f"no accelerator: {origin}")
+        processes, origin = (count, origin) if count else (1, f"no GPU found: {origin}")
     return Topology(processes_per_node=processes, origins={"processes_per_node": origin})
 
 
 def processes_per_node(total: int, num_nodes: int, by_hand: int | None) -> int:
-    """Return the processes on each node if --num_processes, Accelerate's number of those of all nodes, is `total`.
+    """Return the processes on each node if --num_processes, Accelerate's number for all nodes, is `total`.
 
     Raises TopologyError if it is not a multiple of the nodes, or another number is given `by_hand`.
     """

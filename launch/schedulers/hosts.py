@@ -55,7 +55,7 @@ def ask(command: Sequence[str], **variables: str) -> str:
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        answer = (getattr(error, "stderr", None) or str(error)).strip()
+        answer = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
         raise NotDoneError(f"`{shlex.join(command)}` fails: {answer}") from error
 
 
@@ -67,7 +67,7 @@ class Times:
     started_s: float | None = None
     ends_s: float | None = None
     origin: str
-    """Where they were read, or why they are unknown."""
+    """Source of the hosts, or the reason why they are unknown."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Times:
@@ -75,7 +75,8 @@ class Times:
         submitted_s, started_s, ends_s = (
             number(environment, name) if name in environment else None for name in (SUBMIT_TIME, START_TIME, END_TIME)
         )
-        return cls(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin=END_TIME)
+        origin = END_TIME + " is not set" * (ends_s is None)
+        return cls(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin=origin)
 
     def added_to(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the ranks, with these times in place of those that another job may have set."""
@@ -93,7 +94,7 @@ class Job:
     times: Callable[[], Times]
     """Finds the times; it may start a program of the scheduler."""
     requeues: int = 0
-    """How often the job was requeued."""
+    """Number of times the job was requeued."""
     requeue: Callable[[Collection[int]], str] | None = None
     """Requeues the job, given the signals that this process received, and returns a sentence on it. Raises NotDoneError. None:
     the scheduler would not run this process again, as in a shell of salloc or a task of srun."""
@@ -113,7 +114,7 @@ class Allocation:
     start_origin: str = ""
     """Reason for `start`: `the batch script runs on the first node only`."""
     is_task: bool = False
-    """Whether this process is the one task of its node; the process that started it restarts and requeues the run."""
+    """True if this process is the one task of its node; the process that started it restarts and requeues the run."""
 
 
 def find(

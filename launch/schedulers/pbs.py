@@ -45,7 +45,7 @@ def find(
     """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of PBS jobs.
 
     Processes on a host are `processes_per_node` where given; else as many as GPUs; else the lines of $PBS_NODEFILE. GPUs are
-    the visible ones and, if no variable names those of the job, no more than `describe_job` reports (by default `qstat -f -F
+    the visible ones and, if no variable names the job's, no more than `describe_job` reports (by default `qstat -f -F
     json`, where there is one). A process that `launch/start/spread.py` started is left to `hosts.find`. Raises TopologyError.
     """
     if "PBS_JOBID" not in environment or NODE_RANK in environment:

@@ -181,7 +181,7 @@ def _cpus_per_node(slurm: Slurm) -> tuple[int, str]:
 def _port(slurm: Slurm) -> tuple[int, str]:
     """Return a port that every task computes alike, different for each job, as jobs share nodes, and for each step."""
     step = slurm.number(JOB.step_id) if slurm.in_task else 0
-    port = port_of_job(slurm.number(JOB.job_id), step, apart=7919)  # far from those of the next jobs
+    port = port_of_job(slurm.number(JOB.job_id), step, apart=7919)  # far from the next jobs' ports
     return port, slurm.said(JOB.job_id, JOB.step_id) if slurm.in_task else f"{slurm.said(JOB.job_id)}, its first step"
 
 

@@ -80,7 +80,7 @@ def resume(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         "precision and trackers, and on one machine with as many processes as before; in a job, with those of the job. "
         "Options and key=value after RUN replace these. To continue in another folder: `samerun launch --resume RUN`.",
         usage="%(prog)s RUN [options of samerun launch] [key=value ...]")  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run folder")
     folder, words = parser.parse_all(argv[:1]).run, argv[1:]
     about, given = run_folder.read_json(folder / run_folder.RUN), {word.partition("=")[0] for word in words}
     own, trackers = folder / run_folder.PRESET, folder / run_folder.TRACKERS
@@ -108,7 +108,7 @@ def stop(argv: list[str]) -> int:
     """Run `samerun stop` with these arguments. Raises RunFolderError."""
     parser = Parser("stop", "Make a run save a checkpoint and stop, on whatever machines it is, by the file RUN/STOP. The run "
         "looks for it about once a second.")  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run folder")
     run = parser.parse_all(argv).run
     run_folder.read_json(run / run_folder.RUN)
     outcome = run / run_folder.OUTCOME
@@ -149,13 +149,13 @@ def _met(
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What the main rank wrote at the end."""
+    """The line that the main rank wrote at the end."""
 
     outcome: str
     """`finished`, or `stopped` before the last step, with a checkpoint."""
     reason: str
     go_on: bool
-    """Whether it is to be started again by itself: not where the user asked it to stop."""
+    """True if it is to be restarted automatically: not if the user stopped it."""
     step: int
     total_steps: int
 
@@ -221,7 +221,7 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
                 checkpoint_activations=resolved.loaded.recipe.train.checkpoint_activations,
                 on_cpu=True,
             )
-            say(f"the kernel killed a process for lack of memory. {remedy}")
+            say(f"the kernel killed a process: the host ran out of memory. {remedy}")
         # On other nodes their own launcher looks for the outcome.
         outcome = file.read(ending.exit_code, is_required=resolved.writes_outcome and not is_elsewhere)
         if outcome is not None and outcome.outcome == "stopped":

@@ -9,7 +9,7 @@ one of the next ports, and the run uses that.
     node 0  VERDICT
 
 The token, 128 random bits, keeps other programs and the nodes of other runs out. It is sent unencrypted: see
-docs/network-security.md. `samerun launch` and `samerun doctor` hand it over in the environment of what they start on several
+docs/pbs-mpi-ssh.md. `samerun launch` and `samerun doctor` hand it over in the environment of what they start on several
 nodes. The tasks of an `srun samerun launch` have no common parent of ours: the first of them makes a file of mode 0600 in the
 run folder.
 """
@@ -42,7 +42,7 @@ _GREETING = "samerun-rendezvous"
 _PORTS = 16
 """Ports that are tried in turn. Each job has its own range, so the next ports seldom belong to another job."""
 _VISIT_S = 5.0
-"""How long a connection may take to send the token, and node 0 to answer."""
+"""Time in which a connection must send the token, and node 0 answer."""
 _LINE_BYTES = 200
 _BACKLOG = 256
 _COMPLETE = "all nodes are here"
@@ -50,7 +50,7 @@ _COMPLETE = "all nodes are here"
 
 @dataclass(frozen=True)
 class Token:
-    """What the nodes of a run share."""
+    """Values that the nodes of a run share."""
 
     secret: str = field(repr=False)
     file: Path | None = None
@@ -68,7 +68,7 @@ def without_token(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_token(environment: Mapping[str, str], run_dir: str | None, job: str) -> Token:
-    """Return the token of the environment, or else that of the job in the run folder, made now unless another node has.
+    """Return the token of the environment, or else the job's in the run folder, made now unless another node has.
 
     Raises TopologyError if the run has neither, and RunFolderError where its file cannot be made or trusted.
     """

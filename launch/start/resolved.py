@@ -1,4 +1,4 @@
-"""What the arguments of `samerun launch` come to on this machine or in this job: detected, checked as far as possible without
+"""The meaning of the arguments of `samerun launch` on this machine or in this job: detected, checked as far as possible without
 torch, and the commands that follow from it."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app import tasks
-from app.environment.launched import end_time_s
+from app.environment.launched import NO_FP16_ON_CPU, end_time_s
 from app.environment.topology import Degrees, Topology, listed
 from app.errors import CheckpointError, DataError, PresetError, RunFolderError, SamerunError, TopologyError, TrackerError
-from app.options import Parser, add_recipe, add_resume, add_training, not_negative, positive, trackers
+from app.options import Parser, add_recipe, add_resume, add_training, not_negative, positive, precision, trackers, whole
 from app.options import parser as training_parser
 from app.recipe import optimizers
 from app.recipe.recipe_file import LoadedRecipe
@@ -29,6 +29,9 @@ from launch.preset import PRECISIONS, Preset, requested_sizes
 from launch.run_module import program
 from launch.schedulers import detect
 from launch.schedulers.hosts import ATTEMPT, Allocation, Job, Times, count_accelerators
+
+_NOT_COUNTED = ("/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel", "/System")
+"""Files of machines that may have GPUs other than those that `count_accelerators` counts: AMD, Intel, WSL, and macOS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Resolved:
     run_dir: str | None
     plan: BatchPlan
     degrees: Degrees
-    """How many ranks split the model."""
+    """Number of ranks that split the model."""
     options: argparse.Namespace
     argv: list[str]
     """As it was typed."""
@@ -55,17 +58,17 @@ class Resolved:
 
     @property
     def is_task(self) -> bool:
-        """Whether this process runs the `accelerate launch` of its node, and no more."""
+        """True if this process runs the `accelerate launch` of its node, and no more."""
         return self.allocation is not None and self.allocation.is_task
 
     @property
     def is_started_elsewhere(self) -> bool:
-        """Whether the scheduler's command has to start `samerun launch` on every node."""
+        """True if the scheduler's command has to start `samerun launch` on every node."""
         return self.allocation is not None and bool(self.allocation.start)
 
     @property
     def writes_outcome(self) -> bool:
-        """Whether the main process of the run is on this node, and trains."""
+        """True if the main process of the run is on this node, and trains."""
         return self.topology.node_rank == 0 and "--print-recipe" not in self.passed_on
 
     def accelerate_argv(self, node_rank: int | None = None) -> list[str]:
@@ -121,16 +124,19 @@ class Resolved:
         return {**({"OMP_NUM_THREADS": "1"} if is_torchruns and not self.is_started_elsewhere else {}), **environment}
 
     def times(self, environment: Mapping[str, str]) -> Times:
-        """Return the times of the job: those that what started this task, or elsewhere the user, has put into the environment,
-        or else the scheduler's."""
-        if self.job is None or (self.is_task and ATTEMPT in environment):
-            return Times.of(environment)
-        return self.job.times()
+        """Return the times of the job: from the environment outside a job and in a task that has them from its starter, else
+        from the scheduler, with the user's end if that is earlier."""
+        own = Times.of(environment)
+        found = own if self.job is None or (self.is_task and ATTEMPT in environment) else self.job.times()
+        # With ATTEMPT the variable is another job's, whose rank submitted this one.
+        is_earlier = ATTEMPT not in environment and time.time() < (own.ends_s or 0.0) < (found.ends_s or 1e12)
+        return replace(found, ends_s=own.ends_s, origin=own.origin) if is_earlier else found
 
     def introduce(self, say: Callable[[str], None]) -> None:
         """Report what is run, and where."""
         say(f"preset {self.preset.name} ({self.preset_origin}), {self.topology.described('processes_per_node')}")
-        say(str(self.plan))
+        if self.options.dry_run:  # else the run reports it, with the number of its samples
+            say(str(self.plan))
         if self.allocation and self.allocation.start:
             where = f"{self.allocation.scheduler} on {listed(self.topology.hosts)}"
             say(f"{where}; {self.allocation.start_origin}, so {self.allocation.start[0]} starts it on each node")
@@ -147,6 +153,8 @@ class Resolved:
         yield from map(self.topology.described, names)
         if self.run_dir:
             yield f"run_dir is {self.run_dir} ({'--run-dir' if self.options.run_dir else 'recipe and job'})"
+        if self.degrees.tensor_parallel > 1:
+            yield "not checked by --dry-run: whether the model has a tensor parallel plan; the run checks it before training"
         times = self.times(environment)
         ends = "an unknown time" if times.ends_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(times.ends_s))
         yield f"the allocation ends at {ends} ({times.origin})"
@@ -190,7 +198,7 @@ def missing(inputs: Mapping[str, str | None]) -> Iterator[str]:
         if path is None:
             yield f"{key} is not given, and the recipe has no data without it: give {key}=PATH"
         elif not os.access(os.path.expandvars(Path(path).expanduser()), os.R_OK):
-            yield f"{key} is {path!r}: no such file or folder, or you may not read it. Correct it"
+            yield f"{key} is {path!r}: no such file or folder, or it cannot be read. Correct it"
 
 
 def unwritable(folder: Path) -> str | None:
@@ -202,7 +210,7 @@ def unwritable(folder: Path) -> str | None:
     if not nearest.is_dir():
         return f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
+        return f"{folder} cannot be written, because {nearest} is not writable: choose another --run-dir"
     return None
 
 
@@ -218,7 +226,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.N
 
 
 def options() -> list[str]:
-    """Return the names of all options of `samerun launch`, with those of the training."""
+    """Return the names of all options of `samerun launch`, the training's included."""
     return [*_parser().options(), *training_parser().options()]
 
 
@@ -234,9 +242,8 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
             f"--max-restarts is {options.max_restarts}, but a task started by srun cannot restart the other "
             "nodes: leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
         )
-    chosen, origin = preset.from_options(options), "--preset"
-    if not options.preset:
-        origin = "the preset for replicas or tensor parallelism; --preset overrides it"
+    chosen = preset.from_options(options)
+    origin = "--preset" if options.preset else "the preset for replicas or tensor parallelism; --preset overrides it"
     if allocation:
         topology = allocation.topology
     elif chosen and options.processes is None and (chosen.is_single_process or chosen.num_processes):
@@ -251,6 +258,9 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     loaded = load_recipe(options.recipe, training.overrides)
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
         raise PresetError(refusal)
+    has_gpu = count_accelerators(environment)[0] > 0 or any(map(os.path.exists, _NOT_COUNTED))
+    if (options.mixed_precision or chosen.mixed_precision) == "fp16" and not allocation and not has_gpu:
+        raise PresetError(f"mixed_precision is fp16, and there is no GPU here: {NO_FP16_ON_CPU}")
     degrees = chosen.degrees(topology, preset.requested_sizes(options))
     if degrees.tensor_parallel > 1 and loaded.recipe.task in tasks.WITHOUT_PARTS:
         task = loaded.recipe.task
@@ -334,16 +344,16 @@ def add_run_options(parser: Parser) -> None:
 
 def add_processes(parser: Parser) -> None:
     """Add the options for the processes of this machine or of each node, and for the port."""
-    parser.add_argument("--processes", type=int, metavar="N", help="processes on this machine (default: one per accelerator, "
+    parser.add_argument("--processes", type=whole, metavar="N", help="processes on this machine (default: one per accelerator, "
         "at least one)")  # fmt: skip
-    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
+    parser.add_argument("--processes-per-node", type=whole, metavar="N", help="processes on each node of an allocation "
         "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
-    parser.add_argument("--port", type=int, metavar="N", help="TCP port of the rendezvous on node 0 (default: derived from the "
-        "job id; on one node any free port)")  # fmt: skip
+    parser.add_argument("--port", type=whole, metavar="N", help="TCP port of the rendezvous on node 0 (default: derived from "
+        "the job id; on one node any free port)")  # fmt: skip
 
 
 def _parser(*, with_training: bool = False) -> Parser:
-    """Return the parser of the launcher's own options; its help also lists those of the training."""
+    """Return the parser of the launcher's own options; its help also lists the training's."""
     parser = Parser("launch", "Train a recipe, on this machine or across all nodes of the current Slurm or PBS job: check it, "
         "print the command that runs it, and run it. Recipe values are given as key=value after the options; `samerun recipes "
         "--keys` lists the keys.", usage="%(prog)s [options] [key=value ...]",
@@ -351,13 +361,13 @@ def _parser(*, with_training: bool = False) -> Parser:
         "--num_machines, --main_process_port, --mixed_precision, --parallelism_config_tp_size, "
         "--parallelism_config_dp_replicate_size.")  # fmt: skip
     add_run_options(parser)
-    add_resume(parser, default=None, when="auto, except where each start has a new run folder")
-    parser.add_argument("--mixed-precision", choices=PRECISIONS, help="precision instead of the preset's (no: float32, the "
-        "default of all shipped presets)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print every value with its origin and the "
-        "command of every node, and stop")  # fmt: skip
+    add_resume(parser, default=None, when="auto, except where each attempt has a new run folder")
+    parser.add_argument("--mixed-precision", type=precision, choices=PRECISIONS, help="precision instead of "
+        "the preset's (no: float32, the default of all shipped presets)")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check recipe, preset, paths and processes without opening "
+        "the data or building the model; print each value with its origin and the command of each node; and stop")  # fmt: skip
     add_processes(parser)
-    parser.add_argument("--nodes", type=int, metavar="N", help="use only the first N nodes of the allocation (default: all)")
+    parser.add_argument("--nodes", type=whole, metavar="N", help="use only the first N nodes of the allocation (default: all)")
     parser.take_accelerates_words()
     if with_training:
         add_training(parser.add_argument_group("options of the training, passed on to its processes"))

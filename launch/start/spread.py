@@ -7,7 +7,7 @@ process. Folder, command, these variables and its SAMERUN_NODE_RANK are on the c
 read them. The environment is not: it is a line of bash in a file of mode 0600 for each host, in a folder of mode 0700 that only
 this start uses. The host removes its file when it has read it.
 
-The exit code is that of the host that failed first. The others have some seconds then to end by themselves; then each is
+The exit code is the first failed host's. The others have some seconds then to end by themselves; then each is
 stopped on its host, since a remote shell may die and leave its command running, or wait for ever for a host that is gone. The
 same happens when the process that started this is gone.
 
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
 def host_command(
     starter: str, host: str, argv: Sequence[str], *, folder: str, marks: Mapping[str, str], file: Path
 ) -> list[str]:
-    """Return the arguments that run `argv` on `host` in `folder`, with the variables `marks` and those of the file.
+    """Return the arguments that run `argv` on `host` in `folder`, with the variables `marks` and the variables in the file.
 
     `starter` is a key of `hosts.STARTERS`; `argv` begins with an absolute path, as PBS's own PATH on a host is next to nothing.
     """

@@ -102,14 +102,14 @@ time counts once. A process that has saved for it and is about to end may die of
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended."""
+    """The end of a run."""
 
     exit_code: int
     """For this process to end with, as shells have it: 137 after SIGKILL."""
     signals: Collection[int]
     """Signals that this process got, and gets: they are still received after the end of the run."""
     is_out_of_memory: bool = False
-    """Whether the kernel has ended a process of this job on this machine for lack of memory."""
+    """Return True if the kernel has killed a process of this job on this machine because memory ran out."""
 
 
 class _Command:
@@ -165,9 +165,9 @@ class _Command:
         self._passed_on_s = time.monotonic()
         pass_on(self._command, self._started.pid, number)
         if self.got == [signal.SIGINT]:
-            _tell("the run saves a checkpoint and stops; press Ctrl-C again to end it at once")
+            _tell("the run saves a checkpoint and stops; press Ctrl-C again to stop it immediately")
         elif number == signal.SIGTERM and self._resume:  # the scheduler may end this process before the run has stopped
-            _tell(f"SIGTERM came: the run saves a checkpoint and stops. If the log ends here, resume it: {self._resume}")
+            _tell(f"got SIGTERM: the run saves a checkpoint and stops. If the log ends here, resume it: {self._resume}")
 
 
 def run(
@@ -198,7 +198,7 @@ def run(
     if code:
         running.end_all()
     if running.is_interrupted_twice and code:
-        _tell("ended at once, without saving")
+        _tell("stopped immediately, without saving")
         return Ending(exit_code=128 + signal.SIGINT, signals=running.got)
     failed = run_folder.first_failure(errors) if code else None
     if code and failed is None and (failed := _by_exit_code(command, code, running.got)):

@@ -41,7 +41,7 @@ def executed(text: str, number: int, **given: Any) -> dict[str, Any]:
 def test_a_program_computes_what_the_model_does(run: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As the card says: its code is run as it stands there, on another number of samples than were tried."""
     if to == "onnx":
-        pytest.importorskip("onnxruntime", reason="runs what is exported")
+        pytest.importorskip("onnxruntime", reason="needs onnxruntime (extra onnx)")
     out = tmp_path / "out"
     assert export.main([str(run), "--out", str(out), "--to", to]) == 0
     file = {"torch": "model.pt2", "onnx": "model.onnx"}[to]

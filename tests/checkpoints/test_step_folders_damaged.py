@@ -28,7 +28,7 @@ def test_damage_of_any_file_is_found_and_the_checkpoint_before_it_taken(
         path.write_bytes((content + b"\n")[:length])
         assert choose(tmp_path) == older
         report = capsys.readouterr().err
-        assert report.startswith(f"passed over: {path}")
+        assert report.startswith(f"skipped: {path}")
         assert ("is truncated or has changed" if name == "manifest.json" else f"has {length} bytes instead of {size}") in report
     path.unlink()
     assert f"{path} " in refusal(lambda: verify(newer))

@@ -40,7 +40,7 @@ def test_the_first_twenty_steps_have_the_smaller_tolerance(digits_run: Path, ste
 def test_a_run_that_is_not_as_asked_is_not_compared(digits_run: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(digits_run, tmp_path / "run"))
     about = json.loads((folder / "run.json").read_text()) | {"preset": "cpu"}
-    for processes, words in ((2, "'world_size': 2"), (1, "has losses of 8 steps, where steps 1 to 40 were asked for")):
+    for processes, words in ((2, "'world_size': 2"), (1, "has losses of 8 steps, where steps 1 to 40 were requested")):
         (folder / "run.json").write_text(json.dumps({**about, "world_size": processes}))
         with pytest.raises(RunFolderError, match=words):
             run_of(RunCase("", folder, []), Variant("cpu", 1, 1), steps=40)
@@ -97,8 +97,8 @@ def differing(run_dir: Path, largest: float, *, samples_at: int | None = None) -
 
 @pytest.mark.parametrize(
     ("floor", "reason"),
-    [(4e-5, "the floor explains multi_gpu-2x1: "), (1e-7, "the floor does not explain multi_gpu-2x1, fsdp2-2x2: "),
-     (None, "floor is unknown")],
+    [(4e-5, "the noise floor explains multi_gpu-2x1: "), (1e-7, "the noise floor does not explain multi_gpu-2x1, fsdp2-2x2: "),
+     (None, "noise floor: unknown")],
     ids=["as far", "far less", "failed"],
 )  # fmt: skip
 def test_a_difference_is_told_from_the_floor(
@@ -110,7 +110,7 @@ def test_a_difference_is_told_from_the_floor(
     shown = capsys.readouterr().out
     assert reason in shown
     assert ("fsdp2-2x2: something" in shown) == (floor is not None)
-    assert all(words in shown for words in ("1.5e-05", "step 3 is the first with other samples", "different"))
+    assert all(words in shown for words in ("1.5e-05", "step 3 is the first with different samples", "different"))
 
 
 # Real runs -------------------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_a_difference_is_told_from_the_floor(
 @pytest.mark.parametrize(
     ("broken", "sentence"),
     [
-        ("nothing", "floor: one process differs from itself by "),
-        ("rank", "the floor does not explain multi_gpu-2x1: something there depends on the topology, such as the rank"),
+        ("nothing", "(one process compared with itself, two micro-batches per step)"),
+        ("rank", "the noise floor does not explain multi_gpu-2x1: something depends on the topology, such as the rank"),
     ],
 )
 def test_quick_finds_a_difference_between_ranks(tmp_path: Path, broken: str, sentence: str) -> None:

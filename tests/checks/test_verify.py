@@ -62,7 +62,7 @@ HISTORY: dict[str, tuple[list[Event], bool, str]] = {
     "not finished": (
         [start(0, 9), steps(1, 4), Evaluated(step=5, held_s=1)],
         True,
-        "every one of the first 4 of 9 global batches was applied exactly once, over 1 start",
+        "every one of the first 4 of 9 global batches was applied exactly once, over 1 attempt",
     ),
     "of another run": (
         [start(4, 9), steps(5, 9)], True, "the 4 steps before were taken in another run, which saved other/checkpoints/4"
@@ -70,19 +70,19 @@ HISTORY: dict[str, tuple[list[Event], bool, str]] = {
     "skipped": (
         [start(0, 9), steps(1, 3, skipped=(2,)), start(1, 9), steps(2, 9, skipped=(4, 5))],
         True,
-        "2 steps were fed but not applied, because a gradient was not finite, or a spike: 4-5",
+        "2 steps were computed but not applied, because a gradient was not finite or a spike: 4-5",
     ),
     "no end": ([start(0, 9), steps(1, 4), End(step=9, outcome="finished")], False, "5 steps were missing: 5-9"),
     "in other pieces": (
         [start(0, 2), steps(1, 2, digests=(fed(1, 2), fed(2, 8)))],
         True,
-        "every one of the 2 global batches was applied exactly once, over 1 start",
+        "every one of the 2 global batches was applied exactly once, over 1 attempt",
     ),
     "twice": ([start(0, 9), steps(1, 9), steps(5, 6)], False, "2 steps were recorded twice: 5-6"),
     "exchanged": (
         [start(0, 9), steps(1, 9, digests=tuple(fed(step) for step in (1, 3, 2, 4, 5, 6, 7, 8, 1)))],
         False,
-        "3 steps were fed other samples than the recipe says: 2-3, 9",
+        "3 steps were trained on other samples than the recipe specifies: 2-3, 9",
     ),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_the_command_says_the_verdict_and_the_time(tmp_path: Path, capsys: pytes
     write(tmp_path, events[:2])
     assert cli.main(["verify", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "every one of the first 2 of 4 global batches was applied exactly once, over 1 start"
+    assert printed[0] == "every one of the first 2 of 4 global batches was applied exactly once, over 1 attempt"
     cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in printed if line.startswith("│")]
     assert cells[:3] == [["queue", "1", "20.0%"], ["start-up", "3", "60.0%"], ["compute", "1", "20.0%"]]
     assert printed[-1] == "goodput, the share of compute: 20.0%"

@@ -311,6 +311,7 @@ def learnt(folder: Path) -> list[Any]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_run_is_the_same_bit_for_bit_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run(tmp_path / "plain", ahead=False).check()
     run(tmp_path / "ahead", "checkpoint.every_steps=20").check()

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.multiproc
 
 
 CASES = {
-    "SIGTERM twice": ("SIGTERM came", True, True),
-    "SIGUSR1 after nohup": ("SIGUSR1 came", True, True),
-    "SIGTERM and SIGINT": ("SIGINT came", True, False),
-    "SAVE": ("the file SAVE was there", False, False),
-    "STOP and SAVE": ("the file STOP was there", True, False),
+    "SIGTERM twice": ("SIGTERM was received", True, True),
+    "SIGUSR1 after nohup": ("SIGUSR1 was received", True, True),
+    "SIGTERM and SIGINT": ("SIGINT was received", True, False),
+    "SAVE": ("the file SAVE was found", False, False),
+    "STOP and SAVE": ("the file STOP was found", True, False),
     "minutes": ("checkpoint.every_minutes have passed", False, False),
     "end": ("the allocation ends in 3", True, True),
     "end at once": ("the allocation ends in 10 s", True, True),
@@ -50,7 +50,7 @@ def test_all_ranks_do_the_same_at_the_same_step(tmp_path: Path) -> None:
     first, second = found["taken over"]
     assert first == second
     assert first["error"] == "RunFolderError"
-    assert "another start of this run" in first["text"]
+    assert "another attempt of this run" in first["text"]
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path
     finished = started.wait()
     assert re.search(rf"exitcode +: {STOPPED} ", finished.output)
     outcome = read(run_dir / "outcome.json")
-    assert (outcome["outcome"], outcome["reason"], outcome["go_on"]) == ("stopped", "SIGTERM came", True)
+    assert (outcome["outcome"], outcome["reason"], outcome["go_on"]) == ("stopped", "SIGTERM was received", True)
     assert lines(run_dir) == outcome["step"] < STEPS
     first = step_folders.path_of(run_dir, outcome["step"])
     assert f"saved as {first}; resume it with the same command, --resume auto" in finished.output

@@ -84,4 +84,4 @@ def test_processes_that_would_share_a_device_are_refused_when_they_meet(devices:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     (sentence,) = refusals([GPU], world_size=3, timeout_s=2)
-    assert sentence == "rank 0 on node1 waited for ranks 1, 2 of 3, which never came: check why they did not start, or ended."
+    assert sentence == "rank 0 on node1 waited for ranks 1, 2 of 3, which are missing: check why they did not start, or ended."

@@ -26,7 +26,7 @@ def test_multi_cpu_starts_one_process_where_two_were_asked_for(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="tests a machine without a GPU")
 @pytest.mark.parametrize(
     ("config", "arguments", "sentence"),
     [
@@ -54,7 +54,7 @@ def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: fp16 is for machines with one")
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="fp16 is accepted on a machine with a GPU")
 def test_fp16_on_a_cpu_is_refused(tmp_path: Path) -> None:
     """Accelerate would train in float32 under most presets, and the run folder would say fp16."""
     finished = train("deepspeed_zero2", tmp_path / "run", *SHORT, processes=2, env={"ACCELERATE_MIXED_PRECISION": "fp16"})

@@ -24,7 +24,7 @@ from launch.preset import load
 pytestmark = pytest.mark.multiproc
 
 LOST = "samerun: `samerun launch`, which started this run, has ended, so the run ends."
-KILLED = f"samerun: {{}} on {socket.gethostname()} was ended by SIGKILL, for example for lack of memory, and the run"
+KILLED = f"samerun: {{}} on {socket.gethostname()} was ended by SIGKILL, possibly out of memory, and the run"
 SOON_S = 15.0
 """Looking takes up to a second and a half; the rest is for machines that are busy."""
 

@@ -15,7 +15,7 @@ from app.errors import PresetError, SamerunError, TopologyError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": "none"}
 SRUN = "slurm-2node-2task-step"
 
 
@@ -77,6 +77,7 @@ IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
     ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, PresetError, r"the preset's gradient_clipping is 0\.5: .*set optim\.clip_norm"),
     (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, PresetError, r"is true.*set train\.checkpoint_activations=blocks"),
     ({"ACCELERATE_USE_FSDP": "true"}, PresetError, "fsdp_version is 1 .*run `unset ACCELERATE_USE_FSDP`"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, PresetError, "is set in the shell, .*run `unset ACCELERATE_USE_DEEPSPEED`"),
     (FSDP2 | {"FSDP_VERSION": "1"}, PresetError, "fsdp_version is 1 .preset, or FSDP_VERSION of the shell"),
     (started(6, 3, tp_size=4), TopologyError, r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), which does not divide the 6 pro"),
     (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),

@@ -148,7 +148,7 @@ def test_the_script_starts_a_process_for_each_rank(tmp_path, kind, given, words)
     assert result.returncode == 42
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI: run `make lab-packages`")
 def test_in_a_pbs_job_open_mpi_reaches_the_hosts_by_pbs_tmrsh(tmp_path):
     """A real mpirun without PBS's library, and a stand-in of pbs_tmrsh, which starts no shell and hands nothing on."""
     files = {

@@ -101,7 +101,7 @@ def test_ctrl_c_stops_a_run_which_may_take_its_time(terminal: Callable[..., Term
     shell.wait_for("from step 0")
     shell.press_ctrl_c()
     assert shell.ended() == STOPPED
-    assert "the run saves a checkpoint and stops; press Ctrl-C again to end it at once" in shell.shown
+    assert "the run saves a checkpoint and stops; press Ctrl-C again to stop it immediately" in shell.shown
     assert read(tmp_path / "outcome.json")["outcome"] == "stopped"
 
 
@@ -116,7 +116,7 @@ def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[...
     shell.wait_for("press Ctrl-C again")
     shell.press_ctrl_c()
     assert shell.ended() == 130
-    assert shell.shown.endswith("samerun: ended at once, without saving\r\n")
+    assert shell.shown.endswith("samerun: stopped immediately, without saving\r\n")
     assert "Traceback" not in shell.shown
     assert "Error" not in shell.shown
 

@@ -16,7 +16,7 @@ from app.tasks.image_classification.data.open import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 STRANGER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of another user")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to create folders of another user")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from app.reports import timeline
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
-needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun: apt-get install openmpi-bin")
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI: run `make lab-packages`")
 
 MPIRUN = str(REPOSITORY / "launch" / "mpirun.sh")
 PBS = str(REPOSITORY / "launch" / "multinode.pbs")

@@ -95,7 +95,7 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
     over = lab.wait(cancelled)
     assert (over.state, starts(over)) == ("CANCELLED", ["0"]), over.output
     assert f"Slurm was ending job {cancelled}, for example after scancel" in over.output
-    assert "SIGTERM came: the run saves a checkpoint and stops. If the log ends here, resume it: samerun" in over.output
+    assert "got SIGTERM: the run saves a checkpoint and stops. If the log ends here, resume it: samerun" in over.output
     over = lab.wait(failed)
     assert (over.state, starts(over)) == ("FAILED", ["0"]), over.output
     over = lab.wait(forbidden)

@@ -195,7 +195,7 @@ def test_recipe_keys_are_those_of_all_tasks_or_of_one(capsys) -> None:
     some = capsys.readouterr().out
     assert set(re.findall(r"^  (\S+)=", some, re.MULTILINE)) >= {"model.lora_rank", "model.lora_alpha"}
     assert "optim.lr=" not in some
-    assert "null: no adapters" in " ".join(some.split())
+    assert "null: all linear layers" in " ".join(some.split())
 
 
 @pytest.mark.parametrize(("output", "code", "said"), [

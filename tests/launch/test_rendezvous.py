@@ -163,7 +163,7 @@ def test_a_key_that_another_user_may_know_is_refused(tmp_path, kind):
         file.chmod(0o644)
     elif kind == "of another user":
         if os.geteuid() != 0:
-            pytest.skip("only root can give a file to another user")
+            pytest.skip("needs root, to give a file to another user")
         os.chown(file, 65534, 65534)
     with pytest.raises(RunFolderError, match=r"\.meeting-22.*choose another --run-dir"):
         find_token({}, str(tmp_path), "22")

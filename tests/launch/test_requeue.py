@@ -214,7 +214,7 @@ def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path, pr
     assert "samerun: the run crashed, and resumes from its newest checkpoint: restart 1 of 2" in err
     code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1", preset=preset))
     assert (code, len(out)) == (137, 2)
-    assert err[-1].endswith(" was ended by SIGKILL, for example for lack of memory, and the run with it")
+    assert err[-1].endswith(" was ended by SIGKILL, possibly out of memory, and the run with it")
 
 
 @pytest.mark.parametrize(("number", "preset"), [(signal.SIGTERM, ALONE), (signal.SIGTERM, TOGETHER), (signal.SIGINT, TOGETHER)])

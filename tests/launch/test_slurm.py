@@ -225,7 +225,7 @@ def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_
         assert "single_gpu.yaml" in dry_run(environment)[0]
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (apt-get install shellcheck)")
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: run `make lab-packages`")
 def test_the_scripts_are_clean():
     scripts = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "multinode.pbs"]
     assert len(scripts) >= 3

@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY, clean_environment, placed
 
 from app.errors import SubmitError, TopologyError
+from app.recipe import kinds
 from launch import cases
 from launch.submit import submit
 
@@ -143,7 +145,8 @@ def test_data_that_is_not_here_may_be_right(tmp_path, words):
 # Sweeps --------------------------------------------------------------------------------------------------------------------
 
 
-VALUES = st.lists(st.text("abAB0./ -+_:", min_size=1).filter(str.strip).map(str.strip), min_size=2, max_size=4, unique=True)
+TEXTS = st.text("abAB0./ -+_:", min_size=1).filter(str.strip).map(str.strip)
+VALUES = st.lists(TEXTS, min_size=2, max_size=4, unique_by=lambda text: kinds.plain(yaml.ScalarNode("", text)))
 
 
 @given(values=st.dictionaries(st.from_regex(r"[a-z]{1,4}(\.[a-z]{1,4})?", fullmatch=True), VALUES, min_size=1, max_size=3))

@@ -50,7 +50,7 @@ def test_signals_are_the_commands_and_arrive_once(number):
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (out, process.returncode) == (f"{name}\n", 3)
-    stopping = "samerun: SIGTERM came: the run saves a checkpoint and stops. If the log ends here, resume it: samerun launch\n"
+    stopping = "samerun: got SIGTERM: the run saves a checkpoint and stops. If the log ends here, resume it: samerun launch\n"
     assert err == (stopping if number == signal.SIGTERM else "")
 
 
@@ -99,7 +99,7 @@ def failing(tmp_path: Path, code: str, preset: str, *, alone: bool = False) -> t
          ["samerun: rank 1 on here ended with exit code 3, and the run with it:",
           "[rank 1 on here] RecipeError: no such key", "[rank 1 on here]   train.step: did you mean train.steps?"]),
         (f"{COLLECTIVE}os.kill(os.getpid(), 9)", 137,
-         ["samerun: rank 1 on here was ended by SIGKILL, for example for lack of memory, and the run with it"]),
+         ["samerun: rank 1 on here was ended by SIGKILL, possibly out of memory, and the run with it"]),
         ("Recorder(errors_folder(os.environ)).record(HangError('stuck'), rank=0) if rank == 0 else 1 / 0", 1,
          ["[rank 1 on here] ZeroDivisionError: division by zero"]),
     ],
@@ -143,7 +143,7 @@ def test_the_failure_that_a_node_recorded_comes_last(tmp_path: Path) -> None:
 
 
 def test_a_starter_that_another_host_ended_is_not_named(tmp_path: Path) -> None:
-    sentence = "samerun: a process was ended by SIGKILL, for example for lack of memory, and the run with it\n"
+    sentence = "samerun: a process was ended by SIGKILL, possibly out of memory, and the run with it\n"
     assert ended("sh", "-c", "exit 137", SAMERUN_ERRORS=str(tmp_path / "start")) == (137, "", sentence)
 
 

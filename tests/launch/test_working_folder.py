@@ -81,6 +81,6 @@ def test_the_job_scripts_of_a_wheel_train(installed: Path, folder: Path) -> None
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_doctor_of_a_wheel_is_ours(installed: Path, folder: Path) -> None:
     run_installed(installed, ["samerun", "doctor", "--processes", "2"], folder).check()

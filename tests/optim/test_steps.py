@@ -63,6 +63,7 @@ def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpo
     assert skipped == [skipped[0], skipped[0] + 1, skipped[0] + 2]
     assert f"TrainingError: the last 3 steps up to step {skipped[-1]} were skipped" in finished.output
     assert "the last batch has the samples " in finished.output
+    assert "raise train.max_gradient_spike or look at the samples." in finished.output, "the data is finite"
     assert f"The latest checkpoint is {tmp_path}/run/checkpoints/step-{skipped[-2]:08d}" in finished.output
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from torchvision import models as zoo
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app import options, tasks
 from app.errors import TrackerError
 from app.recipe import recipe_file
+from app.tasks.causal_lm.sections import architectures
 from app.tasks.image_classification.sections import model_names
 from launch import cli, preset
 from launch.start import resolved
@@ -26,8 +28,9 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, l
     return code, shlex.split(captured.out), captured.err
 
 
-def test_the_models_are_those_of_the_library() -> None:
+def test_the_models_are_those_of_the_libraries() -> None:
     assert list(model_names()) == ["convnet", *zoo.list_models(module=zoo)]
+    assert set(architectures()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def test_the_trackers_are_those_of_the_library() -> None:
@@ -39,7 +42,7 @@ def test_the_trackers_are_those_of_the_library() -> None:
 
 def test_each_hint_for_a_name_of_another_program_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """Its options are options of the command, or of `samerun launch`; its keys are those of the task, and take the values."""
-    for hint in recipe_file.ELSEWHERE:
+    for hint in recipe_file.other_programs():
         for key, value in re.findall(r"([a-z]+\.\w+)=([\w.]+(?:,[\d.]+)*)?(?!\.)", hint):
             task = next(it for it in ("digits", "finetune_lm") if key in recipe_file.kinds(recipe_file.load(it).recipe.task))
             assert recipe_file.load(task, [f"{key}={value}"] if value.strip(".") else []), hint
@@ -50,7 +53,7 @@ def test_each_hint_for_a_name_of_another_program_can_be_typed(capsys: pytest.Cap
         with suppress(SystemExit):
             cli.main([command, "--help"])
         options = {*re.findall("--[a-z-]+", capsys.readouterr().out), *(everywhere if command in ("launch", "sweep") else ())}
-        for name, task in itertools.product({*" ".join(recipe_file.ELSEWHERE.values()).split()}, tasks.SHIPPED):
+        for name, task in itertools.product({*" ".join(recipe_file.other_programs().values()).split()}, tasks.SHIPPED):
             hint = recipe_file.meant(name, task, options)
             allowed = everywhere if hint.startswith("`samerun launch` has") else options
             assert set(re.findall("--[a-z-]+", hint)) <= allowed, (command, name, hint)

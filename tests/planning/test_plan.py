@@ -27,11 +27,11 @@ def test_offloaded_state_is_shown_by_node(capsys: pytest.CaptureFixture[str]) ->
 
 def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--devices", "3,2", "--presets", "multi_gpu")
-    assert "not possible: train.global_batch_size is 64, which 3 processes cannot divide" in text
+    assert "not possible: train.global_batch_size is 64, which 3 processes cannot split" in text
     assert "nothing fits" not in text
     assert "2 devices, MiB on each" in text
     assert "samerun launch --processes 2 --preset multi_gpu" in text
-    with pytest.raises(RecipeError, match="which 3 processes cannot divide"):
+    with pytest.raises(RecipeError, match="which 3 processes cannot split"):
         plan.main(["--recipe", "digits", "--devices", "3", "--presets", "multi_gpu"])
 
 

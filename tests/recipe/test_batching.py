@@ -37,7 +37,7 @@ def test_a_plan_divides_the_global_batch_or_says_why_not(
         assert plan.micro_batch == max(fitting)
         assert plan.micro_batch * plan.accumulation * plan.data_ranks == size
     else:
-        with pytest.raises(RecipeError, match=f"which {world_size} processes cannot divide"):
+        with pytest.raises(RecipeError, match=f"which {world_size} processes cannot split"):
             BatchPlan.of(asked, world_size)
 
 

@@ -132,7 +132,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a mapping that holds itself": ("optim: {settings: &a {b: *a}}", "optim.settings is a mapping (my.yaml:1): it is nested"),
     "an unknown key": ("'optim':\n  'momentun': 1\n", "optim.momentun (my.yaml:2): there is no such key; did you mean"),
     "a key of TRL": ("bf16: true\n", "bf16 (my.yaml:1): there is no such key; `samerun launch` has --mixed-precision bf16"),
-    "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (my.yaml:1): expected a whole number"),
+    "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "my.yaml:1: it is not YAML: the tag !!python/object/"),
     "lists without end": ("seed: " + "[" * 3000, "my.yaml: it is not YAML: maximum recursion depth"),
     "two durations": ("train:\n  epochs: 1\n  steps: 2\n", "train.epochs is 1 and train.steps is 2: give one of them "
                       "(train.epochs: my.yaml:2, train.steps: my.yaml:3)"),

@@ -80,7 +80,7 @@ def test_every_shipped_task_has_sections_of_its_own(task):
     assert own
     assert own.isdisjoint(field.name for field in fields(Recipe))
     assert all(recipe_file.meanings(task)[key] for key in {*recipe_file.kinds(task), *own})
-    assert recipe_file.not_learnt(task) | recipe_file.places(task) < recipe_file.kinds(task).keys()
+    assert recipe_file.marked("not_learnt", task) | recipe_file.marked("places", task) < recipe_file.kinds(task).keys()
 
 
 @pytest.mark.parametrize("overrides", [["model.layers=4"], ["task=causal_lm", "model.layers=4"]])

@@ -63,7 +63,7 @@ def test_keys_types_defaults_and_meanings_are_read_and_nothing_is_run(tmp_path: 
     words = recipe_file.reference(loaded.recipe.task)
     assert "table: Where the table is.\n  table.path=null  (text or null)\n      CSV file, with a header." in words
     assert "table.kind=null  (one of a, b or null)" in words
-    assert recipe_file.places(loaded.recipe.task) == {"table.path", "train.init_from"}
+    assert recipe_file.marked("places", loaded.recipe.task) == {"table.path", "train.init_from"}
     again = tmp_path / "again" / "recipe.yaml"
     again.parent.mkdir()
     again.write_text(recipe_file.render(loaded))  # has the absolute path

@@ -30,11 +30,11 @@ def test_the_demonstration_ends_alike_on_one_process_and_on_two(tmp_path: Path, 
     assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
     assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     printed = capsys.readouterr().out
-    shown = (REPOSITORY / "README.md").read_text().partition("ends, among other lines, with\n\n```\n")[2].partition("```")[0]
-    *table, verdict = shown.split("\n", 2)
-    assert len(table) == 2
-    for line in table:
-        assert " ".join(without_figures(line)) in " ".join(without_figures(printed))
+    blocks = (REPOSITORY / "README.md").read_text().split("```")[1::2]
+    (shown,) = (block for block in blocks if "The same run: " in block)
+    table, _, verdict = shown.partition("The same run: ")
+    for line in table.splitlines()[1:]:  # the first is the language of the block
+        assert " ".join(without_figures(line.replace("...", ""))) in " ".join(without_figures(printed))
     assert without_figures(printed)[-len(verdict.split()) :] == without_figures(verdict)
 
 
@@ -63,8 +63,8 @@ def test_what_differs_is_named(digits_run: Path, tmp_path: Path, capsys) -> None
     assert cli.main(["compare", str(digits_run), str(copied)]) == 1
     printed = capsys.readouterr().out
     verdict = " ".join(printed.split())
-    assert "the recipes differ in optim.lr, all 40 steps that both took had the same samples" in verdict
-    assert "the losses of step 25 are the first to differ by more than 0.0001: the largest difference is 5.0e-01" in verdict
+    assert "the recipes differ in optim.lr; same samples and learning rates in all 40 shared steps" in verdict
+    assert "losses differ by more than 0.0001 from step 25 (largest relative difference 5.0e-01, " in verdict
     result = json.loads((digits_run / "result.json").read_text())
     for text in ("optim.lr", "0.25", "test_accuracy", f"{result['samples_per_s']:.6g}", "copied"):
         assert text in printed
@@ -87,7 +87,7 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
     late, early = (compare(long(differs_from=999), long(differs_from=step), tolerance=1e-4) for step in (110, 100))
     assert (late.is_same, late.losses.deciding_up_to_step, late.losses.first_beyond) == (True, DECIDING_STEPS, 110)
     assert late.losses.same_up_to_step == 100
-    assert str(late).startswith("The same run up to step 100, and apart after it: ")
+    assert str(late).startswith("The same run up to step 100: same training settings; ")
     assert (early.is_same, early.losses.first_beyond) == (False, 100)
 
 
@@ -115,7 +115,7 @@ def test_a_known_reason_is_named(digits_run: Path, norms: int, apart_from: int, 
         for size, change in ((64, 0.0), (32, 5e-8))
     )  # fmt: skip
     verdict = str(compare(one, other))
-    assert verdict.startswith("Not the same run: the recipes agree")
+    assert verdict.startswith("Not the same run: same training settings; ")
     assert reason in verdict if reason else "Rounding" not in verdict
 
 
@@ -125,7 +125,7 @@ def test_other_samples_or_learning_rates_are_another_run(digits_run: Path) -> No
     others = replace(steps, digests=(*steps.digests[:2], "0" * 16, *steps.digests[3:]))
     fed = compare(run, replace(run, events=[*run.events[:number], others, *run.events[number + 1 :]]), tolerance=1.0)
     assert (fed.is_same, fed.compared_steps, fed.samples_differ_at) == (False, 40, 3)
-    assert "step 3 is the first with other samples" in str(fed)
+    assert "step 3 is the first with different samples" in str(fed)
     slower = [{**line, "learning_rate": line["learning_rate"] * (1 + (line["step"] > 15))} for line in run.metrics]
     rates = compare(run, replace(run, metrics=slower), tolerance=1.0)
     assert (rates.is_same, rates.rates_differ_at) == (False, 20)

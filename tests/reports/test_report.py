@@ -35,7 +35,7 @@ LOOK = """({
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if PROGRAM is None:
-        pytest.skip("needs a browser: apt-get install chromium")
+        pytest.skip("needs a browser: run `make lab-packages`")
     opened = Browser()
     yield opened
     opened.close()
@@ -58,7 +58,7 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
     assert out.stat().st_size < 1_000_000
     accuracy = read(digits_run / "result.json")["test_accuracy"]
     tested = ["Scores", "Predictions on the test split"]
-    sections = ["Curves", "Where the time went", *tested, "One start", "What it ran on", "Recipe"]
+    sections = ["Curves", "Where the time went", *tested, "One attempt", "What it ran on", "Recipe"]
     for width, scripts in ((390, True), (1280, True), (390, False)):
         found = looked_at(browser, out, width=width, scripts=scripts)
         assert found["headings"] == ["digits", *sections]
@@ -111,7 +111,7 @@ def test_every_start_is_shown_with_how_it_ended_and_the_time_since(digits_run: P
     for since_s, word in ((30.0, "starting"), (900.0, "silent")):
         html, complaints = report.render(run, first.time + 60 + since_s)
         assert complaints == []
-        words = (f"{word}</span>", "killed or failed after step 40", "2 starts", "lost work")
+        words = (f"{word}</span>", "killed or failed after step 40", "2 attempts", "lost work")
         words += ('data-name="preset">fsdp2</td>', 'data-name="job">17</td>')
         assert [word for word in words if word not in html] == []
 

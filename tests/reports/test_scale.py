@@ -38,6 +38,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_every_figure_is_that_of_its_run_folder(swept: Path) -> None:
     rates = []
     for processes, row in zip((1, 2), table(swept), strict=True):
@@ -53,6 +54,7 @@ def test_every_figure_is_that_of_its_run_folder(swept: Path) -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_finished_runs_are_reused_and_what_fails_is_a_row_with_its_reason(swept: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(swept, tmp_path / "copied"))
     first, second = (copied / f"multi_gpu-1x{processes}-1" for processes in (1, 2))
@@ -67,7 +69,7 @@ def test_finished_runs_are_reused_and_what_fails_is_a_row_with_its_reason(swept:
     log = copied / "multi_gpu-1x2-1.log"
     assert two["problems"] == f"exit code 6: [rank 0 on {socket.gethostname()}] DataError: not there ({log})"
     assert two["problems"] in finished.output
-    assert "which 3 processes cannot divide" in three["problems"]
+    assert "which 3 processes cannot split" in three["problems"]
 
 
 def write_run(folder: Path, *, rate: float, unit: str = "samples") -> RunCase:

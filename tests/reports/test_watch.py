@@ -56,10 +56,10 @@ def test_a_run_that_does_not_exist_yet_is_followed_until_it_stops(tmp_path: Path
     assert running.wait().returncode == STOPPED
     assert process.wait(TIMEOUT_S) == 0
     last, shown = read_lines(run_dir / "metrics.jsonl")[-1], log.read_text()
-    assert re.search(r"state +stopped: after saving, because the file STOP was there", shown)
+    assert re.search(r"state +stopped: after saving, because the file STOP was found", shown)
     assert re.search(r"steps .* \d+ of 100,000 ", shown)
     assert re.search(rf"loss .* {last['loss']:.4f} ", shown)
-    assert re.search("processes +1, preset .*, start 1, after step 0", shown)
+    assert re.search("processes +1, preset .*, attempt 1, after step 0", shown)
 
 
 def test_a_run_that_will_be_restarted_is_not_over(digits_run: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_that_will_be_restarted_is_not_over(digits_run: Path) -> None:
     run = past_run.read(digits_run)
     assert isinstance(run.events[-1], ledger.End)
     stopped = replace(run, result={}, events=[*run.events[:-1], replace(run.events[-1], outcome="stopped")])
-    outcome = {**run.outcome, "outcome": "stopped", "reason": "SIGTERM came"}
+    outcome = {**run.outcome, "outcome": "stopped", "reason": "SIGTERM was received"}
     for found, is_over in (({**outcome, "go_on": False}, True), ({**outcome, "go_on": True}, False), ({}, False)):
         state = state_of(replace(stopped, outcome=found), time.time())
         assert (state.word, state.is_over) == ("stopped", is_over)

@@ -22,7 +22,7 @@ DAMAGE: list[Row] = [
     ("test_predictions/0.png", b"\x89PNG\r\n", "report run", "0.png is missing or truncated", 0),
     ("run.json", b'{"ranks": 4}', "report run", "The topology, of run.json", 0),
     ("texts.jsonl", b'{"step": 10, "title": 3}\n', "report run", "it has no step, title and text", 0),
-    ("ledger.jsonl", b"", "verify run", "does not begin with a start of the run: its beginning is missing", 7),
+    ("ledger.jsonl", b"", "verify run", "does not begin with an attempt of the run: its beginning is missing", 7),
     ("ledger.jsonl", None, "verify run", "run/ledger.jsonl cannot be read: Is a directory", 7),
     ("recipe.yaml", b"", "verify run", "recipe.yaml holds NoneType, not keys with values", 7),
     ("recipe.yaml", b"seed: 1\n", "verify run", "lacks seed or train.global_batch_size: it is truncated", 3),

@@ -90,7 +90,7 @@ def test_nothing_of_a_start_is_read_that_was_stopped_anywhere_and_goes_on_when_a
             with pytest.raises(RunFolderError, match="has taken"):  # it had no number yet, and is the newer one now
                 ours.check()
         else:
-            assert said == "" or "RunFolderError: another start of this run, on " in said, (number, said)
+            assert said == "" or "RunFolderError: another attempt of this run, on " in said, (number, said)
             assert contents(run_dir) == before, (number, said)
             sentences += said != ""
             ours.check()
@@ -103,7 +103,7 @@ def test_nothing_of_a_start_is_read_that_was_stopped_anywhere_and_goes_on_when_a
 def test_the_newest_of_many_claims_counts_and_one_place_is_left(tmp_path: Path) -> None:
     claims = [claim(tmp_path) for _ in range(4)]
     for ours in claims[:-1]:
-        with pytest.raises(RunFolderError, match=r"another start of this run, on .*, has taken .* over: this one ends"):
+        with pytest.raises(RunFolderError, match=r"another attempt of this run, on .*, has taken .* over: this one stops"):
             ours.check()
     claims[-1].check()
     assert [path.name for path in (tmp_path / "starts").iterdir()] == ["4"]
@@ -115,7 +115,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
     ours = claim(run_dir)
     ours.append("metrics.jsonl", {"step": 1})
     run_dir.rename(tmp_path / "elsewhere")
-    with pytest.raises(RunFolderError, match=r"run, the run folder, or .*starts/1 in it, has been removed: this start ends"):
+    with pytest.raises(RunFolderError, match=r"run, the run folder, or .*starts/1 in it, has been removed: this attempt ends"):
         ours.write_text("result.json", "{}")
 
 

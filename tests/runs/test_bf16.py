@@ -19,7 +19,7 @@ RUN = (
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
 CASES = [
-    pytest.param("fsdp2", "true", marks=pytest.mark.slow),
+    pytest.param("fsdp2", "true", marks=pytest.mark.long),
     pytest.param("deepspeed_zero3", "true", marks=pytest.mark.long),
     pytest.param("multi_gpu", "true", marks=pytest.mark.long),
     pytest.param("fsdp2", "false", marks=pytest.mark.long),
@@ -58,7 +58,7 @@ def test_the_command_that_the_readme_has_for_gpus_trains_here(tmp_path: Path) ->
             folder = tmp_path / "IMAGENET" / split / f"class{number % 2}"
             folder.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40, 36), (50 * number % 256, 0, 99)).save(folder / f"{number}.JPEG")
-    words = [word.replace("IMAGENET", str(tmp_path / "IMAGENET")) for word in shlex.split(line, comments=True)[1:]]
+    words = [word.replace("=DATA", f"={tmp_path / 'IMAGENET'}") for word in shlex.split(line, comments=True)[1:]]
     small = ("data.image_size=32", "data.resize_size=32", "train.global_batch_size=4", "train.steps=2", "log.every_steps=1")
     run_dir = ("--run-dir", str(tmp_path / "run"), "--trackers", "none")
     command = [sys.executable, "-m", "launch.cli", *words, "--processes", "2", *run_dir, *small, "optim.warmup_epochs=0.5"]

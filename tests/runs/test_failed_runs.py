@@ -104,7 +104,7 @@ def test_the_state_is_that_of_the_newest_start(words: list[str]) -> None:
 
 def test_a_killed_process_is_recorded_by_its_launcher(words: list[str]) -> None:
     assert launch(words, "killed", *TWO).returncode == 137
-    assert state(words, 1) == ("failed", "it was ended by SIGKILL, for example for lack of memory")
+    assert state(words, 1) == ("failed", "it was ended by SIGKILL, possibly out of memory")
 
 
 def test_without_a_launcher_of_ours_a_process_records_its_error(words: list[str]) -> None:

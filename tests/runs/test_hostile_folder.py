@@ -73,7 +73,7 @@ def test_a_checkpoint_made_by_hand_is_passed_over_and_the_older_one_taken(
         out = tmp_path / f"{case}.safetensors"
         assert cli.main(["export", str(run_dir), "--out", str(out)]) == 0, case
         said = capfd.readouterr()
-        assert f"passed over: {run_dir / NEW}" in said.err, (case, said)
+        assert f"skipped: {run_dir / NEW}" in said.err, (case, said)
         assert "after 2 steps" in said.out, case
         shutil.rmtree(run_dir / NEW)
         (tmp_path / "before").rename(run_dir / NEW)
@@ -86,7 +86,7 @@ def test_a_start_passes_it_over_too_and_without_another_ends_with_a_sentence(run
     link = run_dir.with_name("link")  # the run folder itself can be one
     link.symlink_to(run_dir)
     begun = train("multi_gpu", link, *RECIPE, processes=2).check()
-    assert f"passed over: {link / NEW}/" in begun.output
+    assert f"skipped: {link / NEW}/" in begun.output
     BY_HAND["outside"](run_dir / NEW)
     shutil.rmtree(run_dir / OLD)
     (run_dir / "outcome.json").unlink()

@@ -50,7 +50,7 @@ def take_over(running: Running, older: Running | None, run_dir: Path, chance: ra
         os.kill(older.ranks[0], signal.SIGCONT)
     finished = older.wait()
     assert finished.returncode == RunFolderError.exit_code, finished.output
-    expected = "^samerun: RunFolderError: .*another start of this run, on "
+    expected = "^samerun: RunFolderError: .*another attempt of this run, on "
     assert re.search(expected, finished.output, re.MULTILINE), finished.output
 
 

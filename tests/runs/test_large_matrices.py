@@ -34,7 +34,7 @@ def test_the_logged_norm_is_that_of_float64(alone: Path, tmp_path: Path) -> None
         ("deepspeed_zero2", 2, {}),
         pytest.param("hsdp", 4, {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, marks=LONG),
         pytest.param("deepspeed_zero3", 2, {}, marks=LONG),
-        pytest.param("tensor_parallel", 4, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, marks=pytest.mark.slow),
+        pytest.param("tensor_parallel", 4, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, marks=LONG),
     ],
 )
 def test_clipped_steps_are_those_of_one_process(

@@ -57,5 +57,5 @@ def test_a_run_whose_files_are_broken_goes_on_and_says_so(
     assert read(run_dir / "run.json")["resumed_step"] == 8
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     verdict = str(verify(run_dir)[0]).splitlines()
-    assert verdict[0] == f"every one of the {STEPS} global batches was applied exactly once, over 2 starts"
+    assert verdict[0] == f"every one of the {STEPS} global batches was applied exactly once, over 2 attempts"
     assert len(verdict) == 1 + is_an_object

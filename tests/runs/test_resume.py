@@ -233,11 +233,11 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
     (newest / "rank-00000.safetensors").write_bytes(b"")
     longer = (*RECIPE, *OPTIMIZERS["adamw"], "train.steps=36", "--resume")
     finished = train("cpu", tmp_path / "run", *longer, str(finished_run)).check()
-    assert f"passed over: {newest}" in finished.output
+    assert f"skipped: {newest}" in finished.output
     assert f"resumed from {older}, 30 of 36 steps done" in finished.output
     again = (*RECIPE, *OPTIMIZERS["adamw"], *saving, "--resume", "auto")
     (finished_run / "result.json").unlink()
-    assert train("cpu", finished_run, *again).check().output.count("passed over: ") == 1
+    assert train("cpu", finished_run, *again).check().output.count("skipped: ") == 1
     newest, older = step_folders.committed(finished_run)
     for damaged in (newest, older):
         (damaged / "state.json").unlink()

@@ -165,11 +165,9 @@ def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, pre
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        pytest.param(
-            ("fsdp2",), 0, r"floor: one process differs from itself by \d\.\de-\d\d with two passes a batch", marks=SLOW
-        ),
+        pytest.param(("fsdp2",), 0, r"noise floor: \d\.\de-\d\d \(one process compared with itself", marks=SLOW),
         # Batch statistics are those of a micro-batch, so these runs cannot be the same.
-        pytest.param(("multi_gpu", "model.norm=batch"), 1, "the floor explains multi_gpu-2x1: ", marks=LONG),
+        pytest.param(("multi_gpu", "model.norm=batch"), 1, "the noise floor explains multi_gpu-2x1: ", marks=LONG),
     ],
 )
 def test_samerun_parity_passes_what_is_the_same(tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What a model card tells of a language model. Without torch."""
+"""Model card of a language model. Without torch."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def tokenizer_files(data_path: str | None, tokenizer: Mapping[str, Any]) -> dict
 
 
 def _end_tokens(stated: int | list[int] | None, end: int | None) -> int | list[int] | None:
-    """Return the tokens that end a text: the tokenizer's, which ended the run's texts, before those of the base model."""
+    """Return the tokens that end a text: the tokenizer's, which ended the run's texts, before the base model's."""
     before = [stated] if isinstance(stated, int) else stated or []
     if end is None or end in before:
         return stated

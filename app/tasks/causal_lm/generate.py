@@ -1,6 +1,6 @@
 """Text that a language model generates: `samerun generate FOLDER ["text"]`, and samples during training.
 
-The folder is that of a finished run, one that `samerun export` wrote, or any of transformers. The command runs transformers'
+The folder is a finished run, one that `samerun export` wrote, or any of transformers. The command runs transformers'
 own `generate`, with its cache; only the options decide, and not the folder's settings.
 
 During training the model continues the beginnings of a few rows by forward passes alone. All ranks call the model equally
@@ -150,7 +150,7 @@ def _parser() -> Parser:
     made = Parser("generate", "Generate text with a language model: of a finished run, from `samerun export`, or any "
         "transformers folder.")  # fmt: skip
     add = made.add_argument
-    add("folder", type=Path, metavar="RUN", help="finished run, or transformers folder")
+    add("folder", type=run_folder.existing, metavar="RUN", help="finished run, or transformers folder")
     add("text", nargs="?", metavar="TEXT", help="prompt (default: read from stdin)")
     add("--max-tokens", type=positive, default=200, metavar="N", help="most tokens to generate (default: %(default)s)")
     add("--temperature", type=tolerance, default=1.0, metavar="NUMBER", help="sampling temperature; 0: always the most likely "

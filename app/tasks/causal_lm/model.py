@@ -144,6 +144,7 @@ class _ComputesLoss:
         if labels.is_meta:  # transformers would look where positions begin anew
             length = labels.shape[1]
             named["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool, device="meta")
+            named |= {"position_ids": labels} if self.config.model_type == "opt" else {}  # type: ignore[attr-defined]  # or it counts them by the mask
         head = self.get_output_embeddings()  # type: ignore[attr-defined]
         if isinstance(head, Head):
             hidden = self.base_model(*args, use_cache=False, **named).last_hidden_state  # type: ignore[attr-defined]
@@ -282,7 +283,7 @@ def _lora_config(recipe: ModelRecipe) -> Any:
     try:
         return other_libraries.lora_config(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     except ImportError as error:
-        raise RecipeError('model.lora_rank is set, which needs peft: pip install "samerun[lora]"') from error
+        raise RecipeError('model.lora_rank is set, which needs peft: pip install -e ".[lora]"') from error
 
 
 def _add_adapters(model: nn.Module, recipe: ModelRecipe) -> None:

@@ -6,13 +6,16 @@ read it.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from app.errors import did_you_mean
 from app.recipe.kinds import POSITIVE, Problem, Range, problem
 
 NAMES = {
@@ -28,6 +31,18 @@ NAMES = {
 """transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
 
 
+@functools.cache
+def architectures() -> Collection[str]:
+    """Return the causal language models that transformers has, read from its source: importing it takes seconds, and torch.
+
+    Empty if they cannot be found there: then the network itself is the check.
+    """
+    spec = importlib.util.find_spec("transformers")
+    file = Path((spec and spec.origin) or "").parent / "models" / "auto" / "modeling_auto.py"
+    text = (file.read_text() if file.exists() else "").partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2]
+    return re.findall(r'\("([\w.-]+)", ', text.partition("\n)")[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
     """The text, as rows of tokens."""
@@ -38,8 +53,8 @@ class DataRecipe:
     """Token folder written by `samerun data tokenize`. `~` and variables are expanded. None: the book that comes with the
     package, one token per byte."""
     sequence_length: Annotated[int | None, POSITIVE] = None
-    """Sequence length: target tokens per row. None: the length of the packed rows, or else the number of positions of the
-    model."""
+    """Sequence length: target tokens per row. None: the length of the packed rows, or else the model's number of
+    positions."""
     document_masks: bool = False
     """Restart attention and positions at each document of a row, so that no document attends to another."""
 
@@ -55,46 +70,45 @@ class ModelRecipe:
     architecture: str | None = None
     """Architecture, as transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
     hidden_size: Annotated[int | None, POSITIVE] = None
-    """Width of the hidden states. For this and the keys below, None is transformers' default."""
+    """Width of the hidden states. For this and the keys below, None: transformers' default."""
     layers: Annotated[int | None, POSITIVE] = None
     """Depth: number of transformer layers."""
     heads: Annotated[int | None, POSITIVE] = None
     """Attention heads per layer."""
     key_value_heads: Annotated[int | None, POSITIVE] = None
-    """Key and value heads (grouped-query attention), a divisor of the attention heads; fewer take less memory. None: as many
-    as heads, or the architecture's default."""
+    """Key and value heads (grouped-query attention), a divisor of model.heads. None: as many as heads, or the architecture's
+    default."""
     intermediate_size: Annotated[int | None, POSITIVE] = None
     """Width of the feed-forward network in each layer."""
     vocab_size: Annotated[int | None, Range(ge=2)] = None
-    """Vocabulary size, at least that of the tokenizer. None: that of the tokenizer."""
+    """Vocabulary size, at least the tokenizer's. None: the tokenizer's."""
     positions: Annotated[int | None, POSITIVE] = None
-    """Longest sequence that the model takes, in tokens. None: data.sequence_length, or else transformers' default."""
+    """Longest sequence that the model accepts, in tokens. None: data.sequence_length, or else transformers' default."""
     tie_embeddings: bool | None = None
-    """Whether the input embedding and the output layer share their weights."""
+    """Share weights between the input embedding and the output layer."""
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Dropout rate of the embeddings and of each layer's output, where the architecture has such dropout (gpt2 has it, llama
-    does not). Attention has no dropout unless model.settings sets it."""
+    """Dropout rate of the embeddings and of each layer's output, if the architecture has such dropout (gpt2 does, llama does
+    not). Attention has no dropout unless model.settings sets it."""
     settings: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Further settings of the architecture by the names of transformers' configuration, such as
-    {sliding_window: 1024, rms_norm_eps: 1e-5}."""
+    """Further settings of the architecture by transformers' names, such as {sliding_window: 1024, rms_norm_eps: 1e-5}."""
     path: str | None = None
-    """Folder with transformers' config.json, or a hub name, that describes the network; it replaces the keys above. It gives
-    no weights: train.init_from does."""
+    """Folder with transformers' config.json, or a hub name, that describes the network and replaces the keys above. For the
+    weights give train.init_from too."""
     revision: str | None = None
     """Commit of the hub name in model.path, all 40 digits."""
     download: bool = False
-    """Whether one process per node may download the config.json of a hub name."""
+    """Allow one process per node to download the config.json of a hub name."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """Attention implementation, by transformers' names: sdpa is torch's own, flash_attention_2 a separate package for GPUs."""
     head: Literal["auto", "whole", "chunked"] = "auto"
-    """How the output layer's loss is computed: whole, from all logits at once; or chunked, some tokens at a time, which takes
-    a fraction of the memory. auto: chunked for a vocabulary of 4096 tokens or more."""
+    """How the output layer's loss is computed. whole: from all logits together. chunked: some tokens at a time, in a fraction
+    of the memory. auto: chunked for a vocabulary of 4096 tokens or more."""
 
     lora_rank: Annotated[int | None, POSITIVE] = None
-    """Train only LoRA adapters of this rank, by peft (pip install "samerun[lora]"): the product of two small matrices is added
-    to the weight of each chosen layer. All other weights are frozen. None: no adapters, everything is trained."""
+    """Train only LoRA adapters of this rank, with peft, and freeze all other weights (docs/language-models.md). None: train
+    all weights."""
     lora_alpha: Annotated[float | None, POSITIVE] = None
-    """LoRA's alpha: the product is multiplied by lora_alpha / lora_rank. None: twice lora_rank, a factor of 2."""
+    """LoRA's alpha: updates are scaled by lora_alpha / lora_rank. None: twice lora_rank, a factor of 2."""
     lora_targets: tuple[str, ...] | None = None
     """Layers that get adapters, by the ends of their names, such as q_proj,v_proj. None: all linear layers but the last."""
 
@@ -122,6 +136,9 @@ class Sections:
     def contradictions(self) -> Iterator[Problem]:
         """Yield the problems of values that contradict each other."""
         model, length = self.model, self.data.sequence_length
+        if model.architecture and (known := architectures()) and model.architecture not in known:
+            hint = did_you_mean(model.architecture, known, otherwise="for example gpt2, llama, qwen3, mistral or gemma")
+            yield problem(self, f"transformers has no such causal language model; {hint}", "model.architecture")
         for key in ("model.lora_alpha", "model.lora_targets"):
             if attrgetter(key)(self) is not None and not model.lora_rank:
                 yield problem(self, "this is for adapters: set lora_rank too, for example to 8", key, "model.lora_rank")
@@ -133,7 +150,8 @@ class Sections:
             yield problem(self, text, "model.revision", "model.path")
         if model.path is not None:
             if keys := (*(["architecture"] if model.architecture else []), *model.chosen):
-                text = f"the config.json of path sets {', '.join(keys)} too: leave path out, or set these keys to null"
+                where = "" if model.is_named or Path(model.path).expanduser().exists() else "there is no such folder here, and "
+                text = f"{where}the config.json of path sets {', '.join(keys)} too: leave path out, or set these keys to null"
                 yield problem(self, text, f"model.{keys[0]}", "model.path")
             return
         if model.hidden_size and model.hidden_size % (model.heads or 1) and "head_dim" not in (model.settings or {}):

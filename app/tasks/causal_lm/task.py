@@ -106,7 +106,7 @@ class CausalLM(Task):
         ]
 
     def adapt_samples(self, samples: Rows, metadata: Mapping[str, Any]) -> Rows:
-        """Return other text, if its tokens are those of the model. Raises DataError if not."""
+        """Return other text, if the model has the same tokens. Raises DataError if not."""
         theirs, ours = samples.facts["tokenizer"].get("digest"), metadata["tokenizer"].get("digest")
         if theirs != ours:
             raise DataError(

@@ -104,7 +104,7 @@ def _torchvision_model(recipe: ModelRecipe, *, channels: int, image_size: tuple[
 
 
 def _arguments(name: str, image_size: tuple[int, int]) -> dict[str, Any]:
-    """What a family of torchvision takes beyond the number of classes."""
+    """Arguments of a family of torchvision beyond the number of classes."""
     if name.startswith("vit_"):
         if image_size[0] != image_size[1]:
             raise ValueError("this model needs square images")

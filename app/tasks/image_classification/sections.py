@@ -34,43 +34,41 @@ class DataRecipe:
         "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
         "webdataset", "hdf5", "lmdb", "tfrecord", "arrays",
     ] = "digits"  # fmt: skip
-    """Kind of data. `digits` comes with the package; `huggingface` is anything that the `datasets` library opens; `arrays` is
-    the format of `samerun data pack --to arrays`."""
+    """Format of the data (docs/data.md). `digits` comes with the package; `huggingface` is anything that the `datasets` library
+    opens; `arrays` is the format of `samerun data pack --to arrays`."""
     path: str | None = None
-    """File, folder or hub name. `~` and variables are expanded. None: look in the usual places (`docs/data.md` lists them)."""
+    """File, folder or hub name. `~` and variables are expanded. None: look in the usual places (docs/data.md)."""
     leave_out: str | None = None
-    """File with the names of samples to leave out, in the format of `samerun data check --write FILE` (imagefolder, huggingface
-    and containers). Its content is part of what is learnt; its path is not. None: no sample."""
+    """File with the names of samples to exclude, as `samerun data check --write FILE` writes it (imagefolder, huggingface,
+    webdataset, hdf5, lmdb, tfrecord). None: no sample."""
     hub_config: str | None = None
-    """Configuration of the data set (huggingface), as the hub or the README.md of a folder names it. None: the only one."""
+    """Configuration of the dataset (huggingface), as the hub or the README.md of a folder names it. None: the only one."""
     hub_revision: str | None = None
-    """Commit of the hub's data set (huggingface), all 40 digits. It pins the data. None: the newest."""
+    """Commit of the hub's dataset (huggingface), all 40 digits. Pins the data. None: the newest."""
     stage_to: str | None = None
-    """Folder on a local disk of the node, such as $SLURM_TMPDIR. data.path is copied there once, before training. None: no
-    copy."""
+    """Folder on a local disk of each node, such as $SLURM_TMPDIR, to copy data.path to before training. None: no copy."""
     download: bool = False
-    """Whether one process per node may download missing data."""
+    """Allow one process per node to download missing data."""
     train_split: str = "train"
-    """Name of the training split: a sub-folder for imagefolder, a split for huggingface, the beginning of file names
-    elsewhere."""
+    """Name of the training split: a subfolder for imagefolder, a split for huggingface, the start of file names elsewhere."""
     validation_split: str | None = None
-    """Name of the validation split, as for train_split. None: `val`, `valid` or `validation`, where there is one."""
+    """Name of the validation split, as for train_split. None: `val`, `valid` or `validation`, if one exists."""
     test_split: str | None = None
-    """Name of the test split, as for train_split. None: `test`, where there is one."""
+    """Name of the test split, as for train_split. None: `test`, if it exists."""
     image_column: str = "image"
     """Column, dataset or feature that holds the images (huggingface, hdf5, tfrecord)."""
     label_column: str = "label"
     """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
     color: Literal["auto", "rgb", "gray"] = "auto"
-    """Color mode that image files are decoded to. auto: RGB; for huggingface gray, if all of a sample of images are gray."""
+    """Color mode that image files are decoded to. auto: RGB; for huggingface gray, if all images of a sample are gray."""
     image_size: Annotated[int | None, POSITIVE] = None
-    """Side of the square image that the model gets, in pixels. None: as stored, for data whose images all have one size."""
+    """Side of the square image that the model gets, in pixels. None: as stored; all images must have one size."""
     resize_size: Annotated[int | None, POSITIVE] = None
-    """In evaluation: the shorter side is resized to so many pixels before the centre crop to image_size. None: image_size."""
+    """In evaluation, resize the shorter side to N pixels before the center crop to image_size. None: image_size."""
     mean: tuple[float, ...] = (0.5,)
-    """Mean that is subtracted from pixel values scaled to 0..1: one per channel, or one for all."""
+    """Mean to subtract from pixel values scaled to 0..1: one per channel, or one for all."""
     std: Annotated[tuple[float, ...], POSITIVE] = (0.25,)
-    """Standard deviation that pixel values are divided by after the mean is subtracted: one per channel, or one for all."""
+    """Standard deviation to divide pixel values by, after subtracting the mean: one per channel, or one for all."""
     fake_train_samples: Annotated[int, POSITIVE] = 1280
     """Size of the training set in samples (fakedata)."""
     fake_test_samples: Annotated[int, POSITIVE] = 256
@@ -88,22 +86,21 @@ class AugmentRecipe:
     crop_padding: Annotated[int, NOT_NEGATIVE] = 0
     """Pixels of zero padding on each side before a random crop back to the image's size."""
     resized_crop_min_area: Annotated[float | None, Range(gt=0, le=1)] = None
-    """Random resized crop: the smallest share of the area that it keeps (0.08 is usual on ImageNet). None: no such crop."""
+    """Random resized crop: the smallest fraction of the area to keep (0.08 is usual on ImageNet). None: off."""
     flip: Annotated[float, SHARE] = 0.0
     """Probability of a horizontal flip."""
     randaugment_ops: Annotated[int, NOT_NEGATIVE] = 0
     """Number of RandAugment operations applied to each image."""
     randaugment_magnitude: Annotated[float, Range(ge=0, le=10)] = 9.0
-    """RandAugment magnitude, 0..10 as in the paper. torchvision's default, 9 of 31 steps, is 3 here."""
+    """RandAugment magnitude, 0..10 as in the paper. torchvision's default (9 of 31 steps) is 3 here."""
     erase: Annotated[float, SHARE] = 0.0
     """Probability of erasing a random rectangle."""
     mixup: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Alpha of the Beta distribution from which mixup draws its weights. 0: off."""
+    """Alpha of mixup's Beta distribution. 0: off."""
     cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Alpha of the Beta distribution from which cutmix draws its areas. 0: off. With mixup also on, each pair gets one of the
-    two."""
+    """Alpha of cutmix's Beta distribution. 0: off. With mixup also on, each pair gets one of the two."""
     label_smoothing: Annotated[float, SHARE] = 0.0
-    """Share of the target probability spread evenly over all classes, 0..1."""
+    """Fraction of the target probability spread evenly over all classes, 0..1."""
 
     @property
     def mixes_pairs(self) -> bool:
@@ -121,14 +118,13 @@ class ModelRecipe:
     """Normalization of the convnet; identity: none. Batch statistics depend on the micro-batch size, group statistics do
     not."""
     activation: Literal["relu", "gelu"] = "relu"
-    """Activation of the convnet. gelu with average pooling is smooth: it has no kinks where rounding could change a
-    gradient."""
+    """Activation of the convnet. gelu with average pooling is smooth, so rounding changes gradients least."""
     pooling: Literal["max", "average"] = "max"
-    """How the convnet halves the image."""
+    """Pooling of the convnet."""
     channels: Annotated[tuple[int, int], POSITIVE] = (32, 64)
     """Output channels of the convnet's two convolutions."""
     hidden: Annotated[int, POSITIVE] = 128
-    """Width of the convnet's hidden linear layer, in units."""
+    """Width of the convnet's hidden linear layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,5 +190,5 @@ def model_name_problem(name: str) -> str | None:
     """Return what is wrong with a value of model.name, with the nearest names that exist, or None."""
     if name in model_names():
         return None
-    hint = did_you_mean(name, model_names(), otherwise=f"there are {', '.join(model_names())}")
+    hint = did_you_mean(name, model_names(), otherwise="expected convnet or a torchvision model (or task=causal_lm)")
     return f"model.name is {name!r}: no such model; {hint}"

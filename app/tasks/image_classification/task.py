@@ -28,7 +28,7 @@ from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.decoding import Framing, as_pillow, decode, resize
 from app.tasks.image_classification.data.images import Data, Images
 from app.tasks.image_classification.data.open import download_data, notes_on, open_staged, staged
-from app.tasks.image_classification.sections import CONVNET, Sections
+from app.tasks.image_classification.sections import CONVNET, ModelRecipe, Sections
 
 
 class ImageClassification(Task):
@@ -72,9 +72,12 @@ class ImageClassification(Task):
             )
 
     def notes(self, data: Splits) -> list[str]:
-        """Return a sentence for classes without a sample, and for files that are no images."""
-        splits = {"train": data.train, "validation": data.validation, "test": data.test}
-        return notes_on({split: images for split, images in splits.items() if images is not None})
+        """Return a sentence for keys without effect, for classes without a sample, and for files that are no images."""
+        model, splits = self._sections.model, {"train": data.train, "validation": data.validation, "test": data.test}
+        default = vars(ModelRecipe(name=model.name))
+        unused = [f"model.{key}" for key in default if model.name != CONVNET and vars(model)[key] != default[key]]
+        notes = [f"{model.name} does not use {', '.join(unused)}"] * bool(unused)
+        return notes + notes_on({split: images for split, images in splits.items() if images is not None})
 
     def adapt_samples(self, samples: Images, metadata: Mapping[str, Any]) -> Images:
         """Return the samples. Raises DataError unless they have the model's classes, channels and size."""

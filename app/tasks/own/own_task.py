@@ -166,7 +166,7 @@ class OwnTask(Task):
     """Calls a user's task, and checks what it returns."""
 
     def __init__(self, task: Any, *, name: str) -> None:
-        """`name` is that of its file. Raises RecipeError for a task that lacks a method, or cannot be called as it will be."""
+        """`name` is its file's. Raises RecipeError for a task that lacks a method, or cannot be called as it will be."""
         self.of_user, self._name, self._class = task, name, type(task).__name__
         self.monitor = own_part(task, "monitor", Task.monitor)
         self.count_unit = own_part(task, "count_unit", Task.count_unit)
@@ -402,7 +402,7 @@ def _circumstances(error: BaseException, args: Sequence[Any]) -> str:
 
 @contextmanager
 def _needs_data(*, is_trial: bool) -> Iterator[None]:
-    """Where the task's code is tried without data, raise NeedsData if it needs some. What it does wrong is raised."""
+    """Try the task's code in the block. In a trial without data raise NeedsData if the code needs some, else its own error."""
     try:
         yield
     except (SamerunError, NeedsData):

@@ -45,7 +45,7 @@ fp16 and TF32 by less than 1e-3, and a broken rule moves it by far more."""
 _NOTHING = 1e-2
 """A loss of this or less is compared as if it were so large: what is 0 but for rounding differs each time."""
 _SAME, _ROUNDING = 1e-6, 1e-4
-"""Of a field of a sample, as a share of its largest number: where it is computed again, and in a batch of another size."""
+"""Tolerances of a sample's field, as a share of its largest number: computed again, and in a batch of another size."""
 _FEW = 2
 """Samples of a half, if groups and the sizes of batches allow it."""
 _COPY_BYTES = 1e8
@@ -58,7 +58,7 @@ def _broken(rule: str, text: str) -> TrainingError:
 
 @dataclass
 class _Pass:
-    """What a forward pass showed."""
+    """Observations of a forward pass."""
 
     loss: Loss
     rows: Mapping[str, list[int]]
@@ -68,7 +68,7 @@ class _Pass:
     past: Sequence[str]
     """Parts of the model that were called outside its own call, by their names."""
     draws: bool
-    """Whether torch's generators were used."""
+    """True if torch's generators were used."""
 
 
 def has_room(runtime: Runtime, model: nn.Module, *, divided: bool) -> bool:
@@ -150,7 +150,7 @@ def check(
         before = found[0] if found else first_pass
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         again = forward(halves[0] if halves else numbers)
-    _check_leaves(model, first_pass, again)
+    _check_leaves(model, first_pass, again, vars(getattr(task, "of_user", task)))
     _check_state(model, buffers, before.loss, again.loss, tolerance=tolerance)
     if first_pass.draws:
         batch = ready(numbers)
@@ -159,7 +159,7 @@ def check(
     if first_pass.draws and plan.passes * tensor_parallel > 1:  # else a note reports it
         raise TrainingError(dropout.said_of_others(plan, parts=tensor_parallel))
     dropout.compare(first_pass.rows, [one.rows for one in found])
-    # A batch normalization without running statistics computes those of the pass: a note reports it.
+    # A batch normalization without running statistics uses the pass's own: a note reports it.
     if found and not first_pass.draws and all(layer.running_mean is not None for layer in stored):
         check_halves(first_pass.loss, *(one.loss for one in found), tolerance=tolerance)
     parameter_groups.set_training(model.to(home), mode=True)
@@ -179,7 +179,7 @@ def _sizes(recipe: Recipe, micro_batch: int) -> tuple[int, int]:
 
 
 def _compare_batches(whole: Batch, other: Batch, first_row: int, what: str, rounding: float) -> None:
-    """Raise TrainingError if a sample of another batch differs from that of the whole one, from `first_row` on."""
+    """Raise TrainingError if a sample differs between another batch and the whole one, from `first_row` on."""
     by_sample = {name: it for name, it in whole.items() if isinstance(it, Tensor) and it.shape[:1] == whole["samples"].shape}
     if found := first_difference(by_sample, other, range(first_row, first_row + len(other["samples"])), rounding):
         name, row = found
@@ -261,12 +261,15 @@ def _leaves(loss: Tensor) -> dict[int, Tensor]:
     return {id(leaf): leaf for leaf in leaves}
 
 
-def _check_leaves(model: nn.Module, first: _Pass, again: _Pass) -> None:
-    """Raise TrainingError for weights outside the model. What is new in each pass, such as an input, is none."""
+def _check_leaves(model: nn.Module, first: _Pass, again: _Pass, attributes: Mapping[str, Any]) -> None:
+    """Raise TrainingError for weights outside the model; `attributes` are the task's. What is new in each pass is none."""
     ours = {id(parameter) for parameter in model.parameters()}
     found = [it for key, it in first.leaves.items() if key not in ours and again.leaves.get(key) is it]
     if found:
         shapes = listed(sorted(list(it.shape) for it in found), 4)
+        tensors = {key: it.parameters() if isinstance(it, nn.Module) else (it,) for key, it in attributes.items()}
+        names = [f"self.{key}" for key, own in tensors.items() if any(it is other for it in own for other in found)]
+        shapes += f" ({listed(names, 4)})" * bool(names)
         raise _broken(
             "weights",
             f"the loss depends on trainable tensors outside the model, of the shapes {shapes}: no optimizer trains them, each "
@@ -298,7 +301,7 @@ def _check_state(model: nn.Module, buffers: Mapping[str, Tensor], first: Loss, s
 
 
 def check_halves(whole: Loss, *halves: Loss, tolerance: float = _EXACT) -> None:
-    """Raise TrainingError if a batch's loss is not that of its halves together."""
+    """Raise TrainingError if a batch's loss differs from its halves' together."""
     counts, count = [float(half.count) for half in halves], float(whole.count)
     if _far(count, sum(counts), tolerance=tolerance):
         raise _broken(

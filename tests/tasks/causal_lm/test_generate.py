@@ -130,7 +130,7 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
             generate.main([str(folder), "a"])
         return str(caught.value)
 
-    assert "has no config.json of a language model: give a finished run, " in refused(tmp_path / "none")
+    assert "has no config.json of a language model: give a finished run, " in refused(tmp_path)
     (tmp_path / "model.json").write_text("{}")
     assert "it is the finished run of another task. `samerun predict" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -171,4 +171,4 @@ def test_a_library_that_is_missing_is_named(
     copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, source: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # what an import then raises is what it raises without the library
-    refused(source, copied(source), r'needs a library that is not installed \(.*\): pip install "samerun\[formats\]"$')
+    refused(source, copied(source), r'needs a library that is not installed \(.*\): pip install -e "\.\[formats\]"$')

@@ -104,7 +104,7 @@ def test_a_large_image_is_decoded_at_half_its_sides_or_refused(monkeypatch: pyte
         assert packed.size == (1050, 700)
 
 
-@pytest.mark.skipif(decoding.torchcodec() is None, reason="needs torchcodec, of the extra jpeg")
+@pytest.mark.skipif(decoding.torchcodec() is None, reason="needs torchcodec (extra jpeg)")
 @pytest.mark.parametrize(
     ("mode", "options"), [("RGB", {"progressive": True}), ("L", {}), ("CMYK", {}), ("RGB", {"subsampling": 1, "quality": 30})]
 )

@@ -20,7 +20,7 @@ from app.tasks.image_classification.data.images import Data
 from app.tasks.image_classification.data.open import download_data, open_data
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
-datasets = pytest.importorskip("datasets", reason="reads what the datasets library opens")
+datasets = pytest.importorskip("datasets", reason="needs datasets")
 from datasets import Array3D, ClassLabel, Dataset, DatasetDict, Features, Value  # noqa: E402
 
 NAMES = ["ant", "bee", "cat"]

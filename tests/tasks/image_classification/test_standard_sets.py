@@ -216,7 +216,7 @@ def test_the_fingerprint_is_of_the_data_alone(tmp_path: Path) -> None:
 
 
 def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> None:
-    guide = "\n".join((REPOSITORY / f"docs/{page}.md").read_text() for page in ("data", "containers", "data-tools"))
+    guide = "\n".join((REPOSITORY / f"docs/{page}.md").read_text() for page in ("data", "data-formats", "data-tools"))
     assert set(OPEN) == set(get_args(get_type_hints(DataRecipe)["source"]))
     for kind in OPEN:
         assert f"`{kind}`" in guide
@@ -225,7 +225,7 @@ def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> N
     assert len(keys) > 30
     for section, key in keys:
         assert hasattr(sections[section], key), f"{section}.{key}"
-    commands = re.findall(r"-m app\.train --recipe (\S+) (.+)", guide)
-    assert len(commands) == 3
+    commands = re.findall(r"samerun launch --recipe (\S+) (.+)", guide)
+    assert len(commands) == 5
     for name, overrides in commands:
         assert recipe_file.load(name, overrides.split()).recipe.sections.data.source in OPEN

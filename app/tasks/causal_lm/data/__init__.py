@@ -1,1 +1,1 @@
-"""Where rows of tokens come from: token folders, the embedded text; and the tokenizers that made them."""
+"""Sources of rows of tokens: token folders, the embedded text; and the tokenizers that made them."""

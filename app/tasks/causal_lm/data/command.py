@@ -160,7 +160,7 @@ def _statistics(splits: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _opened(source: str, overrides: Sequence[str]) -> tuple[dict[str, Rows], str | None]:
-    """Return the rows of each split, and the folder that they are in; None: that of the package."""
+    """Return the rows of each split, and the folder that they are in; None: the package's."""
     folder = Path(source).expanduser()
     opened: dict[str, tuple[store.Tokens | None, int | None]]
     if (folder / store.ABOUT).exists():

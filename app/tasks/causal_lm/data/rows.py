@@ -70,7 +70,7 @@ class Rows:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What a model must know: its vocabulary, the longest row, and how the text was read."""
+        """Facts that a model needs: the vocabulary, the longest row, and how the text was read."""
         return {
             "vocab_size": self.split.vocab_size,
             "sequence_length": self.sequence_length,

@@ -15,7 +15,7 @@ Numbers are little-endian. The folder is written under a temporary name and rena
 Opening maps the files, compares their sizes, and a few blocks of each: it takes the same time for any size, and damage in
 between goes unseen; `check` reads all. The fingerprint is made of the SHA-256 of each file, computed while it was written.
 
-The bytes of a row are the sum of those of its tokens, by the table: exact for bytes and for byte-level BPE (GPT-2, Llama 3,
+The bytes of a row are the sum of its tokens' bytes, by the table: exact for bytes and for byte-level BPE (GPT-2, Llama 3,
 Qwen). Where a tokenizer changes the text, they are the bytes of the text that the tokens give back; tokens.json has both sums.
 """
 
@@ -49,7 +49,7 @@ _MOBY_DICK = Path(__file__).with_name("moby_dick.txt.gz")
 
 
 class Pieces(NamedTuple):
-    """What each packed row is made of."""
+    """Parts of each packed row."""
 
     spans: np.ndarray
     """int64 [P, 2]: first token and length of each piece, in the order of the rows, and in a row in the order of the text."""
@@ -64,11 +64,11 @@ class Tokens:
     where: str
     """The split and where it came from, as errors name it."""
     tokens: np.ndarray
-    """Of any unsigned type, [N]."""
+    """Token ids of any unsigned type, [N]."""
     vocab_size: int
     fingerprint: str
     tokenizer: Mapping[str, Any]
-    """What is known of it, as JSON holds it."""
+    """Known facts about the tokenizer, as JSON holds them."""
     documents: np.ndarray
     """uint64 [D + 1], where each begins, and the end."""
     counted: np.ndarray | None = None
@@ -79,7 +79,7 @@ class Tokens:
     counts: np.ndarray | None = None
     """int32 [R]: targets in each packed row."""
     sequence_length: int | None = None
-    """That of packed rows."""
+    """Length of packed rows."""
 
 
 def about(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _ALL = sys.maxsize
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """How sources are read and divided into splits."""
+    """Options for reading sources and dividing them into splits."""
 
     columns: tuple[str, ...] = ("text",)
     """Columns that each row must have."""

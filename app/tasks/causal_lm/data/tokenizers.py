@@ -55,7 +55,7 @@ class Bytes:
 
     @property
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each token stands for, uint16 [vocab_size]; special ones stand for none."""
+        """Bytes of text of each token, uint16 [vocab_size]; special ones stand for none."""
         return np.array([1] * 256 + [0], np.uint16)
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:

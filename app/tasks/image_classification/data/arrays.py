@@ -125,7 +125,7 @@ def _read(pixels: Mapped, indices: Sequence[int]) -> Iterator[StoredImage]:
 def framed(images: ArrayImages, *, recipe: Sections, training: bool, made_of: Sequence[object]) -> Images:
     """Return a split as the recipe asks for it, its labels checked; `made_of` tells it from any other (`decoded_once`).
 
-    Raises DataError if a label is not that of a class, or there are no samples.
+    Raises DataError if a label belongs to no class, or there are no samples.
     """
     assert images.labels is not None
     check_labels(images.labels, len(images.classes), where=images.where)

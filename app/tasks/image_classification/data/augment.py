@@ -1,4 +1,4 @@
-"""From a batch of stored images to what the model sees: augmented (RandAugment, arXiv:1909.13719), normalized, mixed in pairs.
+"""Turns a batch of stored images into the model's input: augmented (RandAugment, arXiv:1909.13719), normalized, mixed in pairs.
 
 The same fourteen operations with the same strengths as `torchvision.transforms.RandAugment`, which draws one operation for
 a whole batch and walks through Python for each image; here every image has its own operation and sign, and the images
@@ -275,7 +275,7 @@ class Preparation:
 
 
 def erased_mask(draws: Draws, probability: float, height: int, width: int) -> Tensor:
-    """Return bool [B, 1, height, width], true in the rectangle to erase: that of torchvision's RandomErasing."""
+    """Return bool [B, 1, height, width], true in the rectangle to erase, as in torchvision's RandomErasing."""
     tries = draws.streams(_ERASE_TRIES)
     (least, most), (flattest, tallest) = _ERASED_AREA, map(math.log, _ERASED_RATIO)
     area = height * width * (least + (most - least) * tries.uniform("erase.area"))

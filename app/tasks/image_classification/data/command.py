@@ -167,10 +167,14 @@ def _facts(images: Images, examined: list[Examined]) -> dict[str, Any]:
     return facts | {"decoded": images.workers, "fingerprint": images.fingerprint}
 
 
+_WORDS = {"looked_at": "images read", "stored_as": "format", "stored_bytes": "size (bytes)", "decoded": "decoded each time"}
+"""Words of the table for keys of the JSON output; other keys are printed unchanged."""
+
+
 def _as_text(source: dict[str, Any], splits: dict[str, dict[str, Any]]) -> str:
     """Return the facts as a table with a column for each split, and what is wrong below it."""
     names = dict.fromkeys(name for facts in splits.values() for name in facts if name not in ("samples_by_class", "unreadable"))
-    rows = [["", *splits], *([name, *(_word(facts.get(name)) for facts in splits.values())] for name in names)]
+    rows = [["", *splits], *([_WORDS.get(it, it), *(_word(facts.get(it)) for facts in splits.values())] for it in names)]
     by_class = [facts.get("samples_by_class", {}) for facts in splits.values()]
     listed = list(by_class[0])[:_LISTED_CLASSES]
     rows += [[f"  class {name}".replace("\n", r"\n"), *(str(counts.get(name, 0)) for counts in by_class)] for name in listed]
@@ -192,7 +196,7 @@ def _word(value: Any) -> str:
         return " ".join(map(str, value))
     if isinstance(value, str):
         return value[:16]  # of a fingerprint: the rest is in --json
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,}" if type(value) is int else {True: "yes", False: "no"}[value] if type(value) is bool else str(value)
 
 
 def _pack(argv: Sequence[str]) -> int:

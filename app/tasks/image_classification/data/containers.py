@@ -131,7 +131,7 @@ def open_lmdb(_: DataRecipe, folder: Path, split: str, key: str) -> Images:
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
     if length != b"%d" % entries or len(labels) != LMDB_LABEL_TYPE.itemsize * entries:
         found = f"its __labels__ have {len(labels)} bytes and its __len__ is {length[:20]!r}"
-        raise DataError(f"{path} holds {entries} images, but {found}; write it as described in docs/containers.md")
+        raise DataError(f"{path} holds {entries} images, but {found}; write it as described in docs/data-formats.md")
     return Images(
         read=functools.partial(_read_lmdb, path, inode),
         size=entries,
@@ -148,7 +148,7 @@ def _read_lmdb(path: Path, inode: int, places: Sequence[int]) -> Iterator[Stored
         with _transaction(path, inode) as transaction:
             content: bytes | None = transaction.get(lmdb_key(place))
         if content is None:
-            raise DataError(f"{name} does not exist; write it as described in docs/containers.md")
+            raise DataError(f"{name} does not exist; write it as described in docs/data-formats.md")
         yield StoredImage(content, name)
 
 

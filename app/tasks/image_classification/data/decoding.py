@@ -3,7 +3,7 @@
 Pillow refuses images of more than 179 megapixels, of which a PNG file may take 200 kB. An image of more than 64 megapixels is
 decoded at half its width and height where libjpeg can do that while it decodes (Pillow's `draft`), and refused otherwise.
 
-Where torchcodec is installed (`pip install "samerun[jpeg]"`) it decodes JPEG files: the same pixels, faster, since both use
+Where torchcodec is installed (`pip install -e ".[jpeg]"`) it decodes JPEG files: the same pixels, faster, since both use
 libjpeg-turbo with its default settings and Pillow copies the image into an array (benchmarks/RESULTS.md). Pillow decodes what
 torchcodec does not, and reports what is damaged. torchvision's own decoders are deprecated since 0.29.
 
@@ -164,7 +164,7 @@ RATIOS = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How stored images become images of one size."""
+    """Rule by which stored images become images of one size."""
 
     image_size: int | None = None
     """Side in pixels of the images; None: as stored."""

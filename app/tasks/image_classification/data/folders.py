@@ -1,7 +1,7 @@
 """A folder of images: path/<split>/<class>/<image>, as torchvision's ImageFolder finds them, or path/<class>/<image>.
 
 What is found, and in which order, is what ImageFolder finds, without what `app.data.data_files` leaves out. The paths are kept
-in an array: as strings, those of a million files would take hundreds of megabytes in every process.
+in an array: as strings, a million paths would take hundreds of megabytes in every process.
 """
 
 from __future__ import annotations

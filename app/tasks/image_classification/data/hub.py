@@ -226,7 +226,7 @@ def _pinned(recipe: Sections) -> Any:
 def read_labels(rows: Mapping[str, Any], column: str, where: Mapping[str, str]) -> tuple[Sequence[str], dict[str, np.ndarray]]:
     """Return the class names, and the labels of each split (int64 [N]), of which the first is for training.
 
-    The classes are those of a ClassLabel column; else, of the training split, the sorted different strings, or 0 up to the
+    The classes come from a ClassLabel column; else, of the training split, the sorted different strings, or 0 up to the
     largest integer. `rows` are `datasets.Dataset`s, and `where` their names in errors. Raises DataError if a label is missing,
     or the column holds something else.
     """

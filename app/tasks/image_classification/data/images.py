@@ -112,15 +112,15 @@ class Images:
     where: str
     """The split and its source, in errors."""
     prefix: str = ""
-    """What precedes the name of a sample in `data.leave_out`."""
+    """Prefix of the name of a sample in `data.leave_out`."""
     files: np.ndarray | None = None
     """Path of each stored file below `where`, bytes [M]; None: samples are named by their numbers."""
     not_read: tuple[str, ...] = ()
     """A sentence for each folder with something that is not read."""
     made_of: tuple[Any, ...] | None = None
-    """What the images are stored in (`stamps`), if they may be decoded once and kept in the cache."""
+    """Files of the images (`stamps`), if they may be decoded once and kept in the cache."""
     places: np.ndarray | None = None
-    """Where the samples are among all stored ones, int64 [N]; None: none is left out."""
+    """Indices of the samples among all stored ones, int64 [N]; None: all."""
     channels: int = 0
     image_size: tuple[int, int] = (0, 0)
     """Height and width in pixels of each image that `fetch` returns."""

@@ -1,4 +1,4 @@
-"""From a recipe to its data: the one place that knows which kinds of data there are, and where they are on this machine.
+"""Opens the data of a recipe: the one place that knows which kinds of data there are, and where they are on this machine.
 
 With `data.stage_to` one process of a node copies `data.path` before training, while the others wait; nodes copy in parallel. A
 copy is named by a hash of all files' names, sizes and dates: of unchanged data the next run finds it, of changed data another
@@ -75,7 +75,10 @@ def open_staged(recipe: Sections) -> Data:
 
 def open_undecoded(recipe: Sections) -> Data:
     """Return the splits without decoding images that are not needed to open them. Raises as `open_staged`."""
-    return OPEN[recipe.data.source](recipe)
+    path, source = recipe.data.path, recipe.data.source
+    if path and source in ("digits", "fakedata"):
+        raise RecipeError(f"data.path is {path}, and data.source={source} reads no files: remove it, or set data.source")
+    return OPEN[source](recipe)
 
 
 def open_stored(recipe: Sections) -> Data:

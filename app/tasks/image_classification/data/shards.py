@@ -52,9 +52,9 @@ MOST_OPEN_FILES = 128
 TAR_CLASSES, TAR_LABEL = "__classes__", "cls"
 _INDEX = "index.npy"
 HEADER = struct.Struct("<QI")
-"""Of a TFRecord: its length in bytes, and the masked CRC of these 8 bytes."""
+"""Header of a TFRecord: its length in bytes, and the masked CRC of these 8 bytes."""
 FOOTER = struct.Struct("<I")
-"""Of a TFRecord: the masked CRC of its content."""
+"""Footer of a TFRecord: the masked CRC of its content."""
 Row = tuple[int, int, int]
 """For each record: offset of its content in the file, size (both in bytes), label."""
 

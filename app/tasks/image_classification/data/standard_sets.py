@@ -25,7 +25,7 @@ DOWNLOADABLE = ("mnist", "fashion_mnist", "cifar10", "cifar100")
 IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 """Name of the folder that torchvision keeps each data set in."""
 DEBIAN = {"mnist": "/usr/share/datasets/mnist", "fashion_mnist": "/usr/share/datasets/fashion-mnist"}
-"""Where Debian's packages put them (dataset-fashion-mnist)."""
+"""Folder of Debian's packages (dataset-fashion-mnist)."""
 IDX_CLASSES = {
     "mnist": tuple("0123456789"),
     "fashion_mnist": (
