@@ -10,7 +10,7 @@ import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +214,7 @@ class Feed:
             first_step=first_step,
             last_step=parts.length.total_steps,
         )
+        self._global_batches = iter(replace(order, micro_batches_per_step=1))  # permuted many steps at a time
         self.batches = _rank_batches(self._runtime, self._samples, order, seed=self._recipe.seed)
         """This rank's shares of the micro-batches; what fetches them is released with the model."""
         self._see, self._lap, self._say = see, lap, say
@@ -234,7 +235,7 @@ class Feed:
     def passes(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the batches of a step (from 0) with their weights, whose mean over all ranks and passes is 1 / passes."""
         batches = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
-        weighed = self._weighed(step, batches)
+        weighed = self._weighed(batches)
         return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
 
     def samples_of(self, step: int) -> list[int]:
@@ -259,13 +260,13 @@ class Feed:
         self._see(step, number, ready)
         return ready
 
-    def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+    def _weighed(self, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
         runtime = self._runtime
         ranks = runtime.plan.data_ranks
         if own_part(self._samples, "count") is not None:  # known beforehand, on the host
             size = len(self._samples)
-            self.total = float(np.sum(self._samples.count(samples_of(self._recipe, size, step))))
+            self.total = float(np.sum(self._samples.count(next(self._global_batches) % size)))
             total = max(self.total, 1.0)
             return ((batch, float(np.sum(self._samples.count(batch["numbers"] % size))) * ranks / total) for batch in passes)
         if overrides(self._task, "count"):  # known when all batches are in memory
