@@ -26,6 +26,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -35,7 +36,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 STOPPED = 75
 """Exit code of a run that was stopped before its last step and is not restarted automatically. In sysexits.h it is EX_TEMPFAIL:
@@ -43,8 +44,12 @@ try the same command again. It is not 0, so `&&` and Slurm's `afterok` do not ta
 
 
 def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "", then: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean A or B?" for the known names nearest to a word, or `otherwise`; `then` follows in any case."""
-    near = difflib.get_close_matches({"ddp": "multi_gpu"}.get(word, word), known, n=3, cutoff=cutoff)
+    """Return "did you mean A or B?" for the known names nearest to a word, or `otherwise`; `then` follows in any case.
+
+    With the usual `cutoff`, names of which a part begins with the word are the nearest: `deepspeed_zero3` for `zero3`.
+    """
+    near = [name for name in known if len(word) > 2 and cutoff <= 0.6 and re.search(rf"(^|[_.-]){re.escape(word)}", name)][:3]
+    near = near or difflib.get_close_matches({"ddp": "multi_gpu"}.get(word, word), known, n=3, cutoff=cutoff)
     return " ".join(filter(None, [f"did you mean {' or '.join(near)}?" if near else otherwise, then]))
 
 
@@ -65,9 +70,11 @@ class RecipeError(SamerunError):
 
     exit_code = 3
 
-    def __init__(self, *problems: str) -> None:
+    def __init__(self, *problems: str, recipe: Any = None) -> None:
+        """`recipe` has the values that are right, if those of its files are among them."""
         super().__init__("\n".join(problems))
         self.problems = problems
+        self.recipe = recipe
 
 
 class PresetError(SamerunError):

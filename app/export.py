@@ -33,7 +33,7 @@ from app.files.atomic_files import disk_errors, file_made_whole, sync
 from app.files.text_files import Lines
 from app.init.region import AVERAGE, WEIGHT
 from app.options import Parser
-from app.recipe import recipe_file
+from app.recipe import recipe_file, task_file
 from app.runs import model_card, run_folder
 from app.runs.run_folder import PROGRAMS
 
@@ -125,10 +125,7 @@ def _check_replacing(paths: Sequence[Path], *, force: bool) -> None:
 
 def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool) -> list[Path]:
     """Write the weights and a program that computes the same as the model; neither if its outputs differ."""
-    from app.checkpoints import (
-        programs,
-        stored_weights,  # with torch, which nothing else here needs
-    )
+    from app.checkpoints import programs, stored_weights  # with torch, which nothing else here needs
 
     with disk_errors(out, "written"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,9 +168,7 @@ def _adapters(reader: Reader) -> Adapters | None:
     from app.init import filling
 
     task = _task(state["recipe"])
-    model, _ = filling.made(task, state["model"]["facts"], seed=0)
-    found: Adapters | None = task.adapters(model)
-    return found
+    return task.adapters(filling.made(task, state["model"]["facts"], seed=0)[0])  # type: ignore[no-any-return]
 
 
 def _task(values: Mapping[str, Any]) -> Any:
@@ -198,8 +193,13 @@ def _other_files(reader: Reader, program: str) -> dict[str, bytes]:
         run_folder.RECIPE: recipe_file.flat_to_yaml(state["recipe"]).encode(),
         model_card.FILE: model_card.written(tasks.card(task, facts, state["recipe"]), info),
     }
-    if task in tasks.WITH_FOLDERS:
-        files |= _task(state["model"]["recipe"]).export_files(facts, info)
+    if task_file.is_own(task) and not Path(task).exists():
+        sys.stderr.write(printable(f"note: {task} no longer exists, so the files of its export_files, if any, are missing\n"))
+    elif task_file.is_own(task) or task in tasks.WITH_FOLDERS:
+        from app.task import overrides  # imports torch, which other tasks do not need
+
+        if overrides(made := _task(state["model"]["recipe"]), "export_files"):
+            files |= made.export_files(facts, info)
     return files
 
 
@@ -209,8 +209,8 @@ def _scores(run: Path, step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for _, _, values in Lines(path) if path.exists() else ():
         if values.get("step") == step:
-            names = [name for name in values if name.startswith(("validation_", "test_"))]
-            found |= {name: values[name] for name in names if isinstance(values[name], float)}
+            of_split = {name: it for name, it in values.items() if name.startswith(("validation_", "test_"))}
+            found |= {name: it for name, it in of_split.items() if isinstance(it, float)}
     return found
 
 

@@ -109,7 +109,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
+        message = message.removeprefix("argument ").replace("ignored explicit argument", "it takes no value, but is given")
+        raise UsageError(f"{message} (`{self.prog} --help` lists the options)")
 
     def parse_all(
         self, argv: Sequence[str] | None, *, also: Collection[str] = (), after_dashes: Collection[str] = ()

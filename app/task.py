@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from app.data.draws import Draws, HostDraws
 from app.data.samples import Batch, Samples, Splits
-from app.errors import RecipeError, RunFolderError, TrainingError
+from app.errors import RecipeError, TrainingError
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """Sum and count by name, as numbers or scalars on the device."""
@@ -322,16 +322,6 @@ class Task:
         Keys listed in a section's `not_left` do not apply to the exported model.
         """
         return None
-
-    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
-        """Raise DataError if samples with this metadata do not fit the network of a folder as `load_folder` takes it."""
-
-    def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:  # noqa: ARG002
-        """Return the trained network from a folder that another library wrote, on the CPU, for samples with this metadata.
-
-        Without it, only Samerun's own folders can be evaluated. Raises RunFolderError if the folder cannot be read.
-        """
-        raise RunFolderError(f"{folder} is no run folder, and the task cannot read other folders: it has no method load_folder")
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:  # noqa: ARG002
         """Return the model's prediction for each input, as text and as JSON: the `top` most likely answers, if there are

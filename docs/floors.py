@@ -136,10 +136,10 @@ path{fill:none;stroke:#888}
 def picture() -> str:
     """Return docs/floors.svg."""
     graph = rooms_imported()
-    centres = _centres(graph)
+    centers = _centers(graph)
     height = _ROW * len(FLOORS) + 8
     imported = [(room, to) for room in sorted(graph) for to in sorted(graph[room])]
-    drawn = [*_bands(), *(_line(centres, room, to) for room, to in imported), *(_box(*it) for it in sorted(centres.items()))]
+    drawn = [*_bands(), *(_line(centers, room, to) for room, to in imported), *(_box(*it) for it in sorted(centers.items()))]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">\n'
         f"<title>The layers: a package imports only packages of lower layers</title>\n<style>{_STYLE}</style>\n"
@@ -172,7 +172,7 @@ def _width(room: str) -> float:
     return round(len(_name(room)) * 7.3 + 18)
 
 
-def _centres(graph: Graph) -> dict[str, tuple[float, float]]:
+def _centers(graph: Graph) -> dict[str, tuple[float, float]]:
     """Return the middle of each box. Within a layer, boxes are ordered by their neighbors, so that few lines cross."""
     joined = {room: sorted(graph[room] | {other for other in graph if room in graph[other]}) for room in graph}
     order = [list(rooms) for rooms in FLOORS]
@@ -193,16 +193,16 @@ def _spread(rooms: list[str], right: float) -> dict[str, float]:
     return {room: round(begin + _width(room) / 2, 1) for room, begin in zip(rooms, begins, strict=True)}
 
 
-def _box(room: str, centre: tuple[float, float]) -> str:
-    (x, y), width = centre, _width(room)
+def _box(room: str, center: tuple[float, float]) -> str:
+    (x, y), width = center, _width(room)
     return (
         f'<rect x="{x - width / 2:g}" y="{y - _BOX / 2:g}" width="{width:g}" height="{_BOX}" rx="4"/>'
         f'<text x="{x:g}" y="{y + 4:g}" text-anchor="middle">{_name(room)}</text>'
     )
 
 
-def _line(centres: dict[str, tuple[float, float]], room: str, to: str) -> str:
-    (x, y), (to_x, to_y) = centres[room], centres[to]
+def _line(centers: dict[str, tuple[float, float]], room: str, to: str) -> str:
+    (x, y), (to_x, to_y) = centers[room], centers[to]
     y, to_y = y + _BOX / 2, to_y - _BOX / 2
     bend = min(0.5 * (to_y - y), 60)
     curve = f"M{x:g} {y:g}C{x:g} {y + bend:g} {to_x:g} {to_y - bend:g} {to_x:g} {to_y:g}"

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host.guard_stdout(is_needed=True)
     name, words = (arguments or ["--help"])[0], arguments[1:]
     try:
-        if name in ("version", "-V", "--version"):
+        if name in ("version", "-v", "-V", "--version"):
             from importlib.metadata import version  # not at the top: the help is fast
 
             sys.stdout.write(f"samerun {version('samerun')}\n")
@@ -37,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in ("-h", "--help"):
             _parser().parse_all([name])  # ends the program
         if name not in _COMMANDS:
-            known = ("--help", "--version") if name.startswith("-") else _COMMANDS
+            is_option = name.startswith("-")
+            known = ("--help", "--version") if is_option else _COMMANDS
             hint = did_you_mean(name, known, then="`samerun --help` lists the commands")
-            raise UsageError(f"{name}: expected a command first, as in `samerun launch --recipe digits`; {hint}")
+            wrong = "expected a command first, as in `samerun launch --recipe digits`" if is_option else "unknown command"
+            raise UsageError(f"{name}: {wrong}; {hint}")
         module, function, _ = _COMMANDS[name]
         with exits_refused(), host.imports_explained():
             command: Callable[..., int | None] = getattr(importlib.import_module(module), function)

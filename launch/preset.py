@@ -86,6 +86,14 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "compute_environment": ("LOCAL_MACHINE",), "mixed_precision": PRECISIONS,
 }  # fmt: skip
 
+_OTHER_FILES = {
+    ("train", "optim"): "a recipe: give --recipe",
+    ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"): "a config file of DeepSpeed: write a preset "
+    f"with distributed_type: DEEPSPEED that names it as {deepspeed_file.KEY} in its section deepspeed_config",
+}
+"""Files that are no preset, by keys that only they have."""
+_PRECISIONS = {"no": ("fp32", "float32"), "bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16")}
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -189,6 +197,9 @@ def from_options(options: argparse.Namespace) -> Preset | None:
 
 def load(name_or_path: str) -> Preset:
     """Find, read and check a preset. Raises PresetError with everything that is wrong with it, one problem a line."""
+    if precision := next((to for to, names in _PRECISIONS.items() if name_or_path.lower() in names), None):
+        hint = f"give --mixed-precision {precision}, with a preset or without; `samerun presets` lists them"
+        raise PresetError(f"preset {name_or_path}: this is a precision, not a preset: {hint}")
     path = text_files.find_yaml("preset", name_or_path, SHIPPED, error=PresetError)
     settings, lines, problems = _read(path)
     problems += [f"preset {path}{lines.get(key, '')}: {key}{problem}" for key, problem in _problems(settings)]
@@ -221,6 +232,9 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, str], list[str]]:
         raise PresetError(f"preset {path}: it is not YAML of plain values: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
+    for names, hint in _OTHER_FILES.items():
+        if "distributed_type" not in settings and not settings.keys().isdisjoint(names):
+            raise PresetError(f"preset {path}: it is {hint}")
     keys, twice = [*text_files.keys_with_lines(root)], "is given twice, in line"
     repeated = [f"preset {path}:{line}: {key} {twice} {first} as well: keep one" for key, first, line in keys if first]
     return settings, {key: f":{line}" for key, _, line in reversed(keys)}, repeated
@@ -256,9 +270,7 @@ def _basic_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if kind is False or precision is False:
         yield "distributed_type or mixed_precision", " is false in YAML: write 'NO' or 'no', with quotes"
     elif kind not in list(_SECTION_OF):
-        is_recipe = not {"train", "optim"}.isdisjoint(settings)
-        hint = "this is a recipe: give --recipe" if is_recipe else _suggest(str(kind), _SECTION_OF)
-        yield "distributed_type", f" is {'missing' if kind is None else repr(kind)}: {hint}"
+        yield "distributed_type", f" is {'missing' if kind is None else repr(kind)}: {_suggest(str(kind), _SECTION_OF)}"
     for key, values in _VALUES.items():
         value = settings.get(key, section_of(settings, "deepspeed_config").get(key))
         if value not in (None, False, *values):

@@ -132,19 +132,20 @@ def _check(
     batches: dict[str, None] = {}
     recipe_problems: dict[str, list[str]] = {}
     for index, changed in enumerate([combination.overrides for combination in sweep] or [()]):
-        found = recipe_problems.setdefault(f"task {index} of --array", [])
+        found, recipe = recipe_problems.setdefault(f"task {index} of --array", []), None
         try:
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
-            if not options.data_on_nodes:  # variables in a path have their values on the nodes
-                inputs = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
-                hint = "or give --data-on-nodes if only the nodes of the job have it"
-                found += [f"{problem}, {hint}" for problem in resolved.missing(inputs)]
             if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy)):
                 found.append(refusal)
             ranks = topology.world_size // degrees.tensor_parallel
             batches[str(BatchPlan.of(recipe, ranks, tensor_parallel=degrees.tensor_parallel))] = None
         except RecipeError as error:
             found += error.problems
+            recipe = recipe or error.recipe
+        if recipe and not options.data_on_nodes:  # variables in a path have their values on the nodes
+            inputs = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
+            hint = "or give --data-on-nodes if only the nodes of the job have it"
+            found += [f"{problem}, {hint}" for problem in resolved.missing(inputs)]
     problems += [*cases.grouped(recipe_problems), *filter(None, map(resolved.unwritable, (_SCRIPTS, run_dir)))]
     problems += [
         f"{folder} holds a finished run (it has a result.json): choose another --run-dir, or delete the folder"

@@ -39,12 +39,8 @@ def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> list[dict[
 
 
 def test_huge_scores_are_short() -> None:
-    assert [number(value) for value in (0.00091, 2.5, 6.578625514e27, float("inf"))] == [
-        "0.0009",
-        "2.5000",
-        "6.5786e+27",
-        "inf",
-    ]
+    values = (0.00091, 2.5, 6.578625514e27, float("inf"))
+    assert list(map(number, values)) == ["0.0009", "2.5000", "6.5786e+27", "inf"]
 
 
 @pytest.mark.parametrize("size", [1, 4, 10, 64])
@@ -72,6 +68,11 @@ def test_scores_are_those_written_out_by_hand(runtime: Runtime, size: int) -> No
     assert found.rows is not None
     assert found.rows[:, 0].tolist() == truth.tolist()  # in the order of the samples
     assert found.rows[:, 1].tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_five_classes_have_no_top5_accuracy() -> None:
+    batch = {"inputs": torch.eye(5), "targets": torch.arange(5)}
+    assert list(task().metrics(lambda inputs: inputs, batch, torch.ones(5)).sums) == ["accuracy", "loss", "class_accuracy"]
 
 
 def test_a_sample_too_few_or_too_many_is_noticed(runtime: Runtime) -> None:

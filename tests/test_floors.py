@@ -117,11 +117,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.checks.doctor",
         },
         # Patterns of what was inherited, prefixes that are left out, and a setting for scontrol: nothing that is read.
-        '"SLURM': {
-            "app.environment.slurm_variables",
-            "benchmarks.contest",
-            "launch.schedulers.slurm",
-        },
+        '"SLURM': {"app.environment.slurm_variables", "benchmarks.contest", "launch.schedulers.slurm"},
         "distributed_type": {
             "app.distributed.runtime",
             "app.distributed.handshake",

@@ -50,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] == "check":
         return _check(argv[1:])
     task = _COMMANDS[argv[0]][0] or _task_of(argv[1:])
-    code: int = importlib.import_module(f"app.tasks.{task}.data.command").main(argv)
-    return code
+    return importlib.import_module(f"app.tasks.{task}.data.command").main(argv)  # type: ignore[no-any-return]
 
 
 def _task_of(words: Sequence[str]) -> str:
@@ -91,8 +90,7 @@ def _check(argv: Sequence[str]) -> int:
     else:
         task = tasks.of(recipe)
         task = task.prepare_data() or task
-        opened = {split: task.samples(split) for split in ("train", "validation", "test")}
-        splits = {split: samples for split, samples in opened.items() if samples is not None}
+        splits = {split: it for split in ("train", "validation", "test") if (it := task.samples(split)) is not None}
     for split, samples in splits.items():
         print_text(f"{split}: {len(samples):,} samples")
         sys.stdout.flush()
@@ -104,9 +102,8 @@ def _check(argv: Sequence[str]) -> int:
         count = _write(options.write, recipe, found)
         print_text(f"{options.write} lists {count} sample{'s' * (count != 1)}: data.leave_out={options.write} leaves them out")
         return 0
-    word = f"{len(found)} cannot be read" if found else "all can be read"
-    advice = ": repair them, or list them in a file for data.leave_out (--write FILE)" if found and can_leave_out else ""
-    print_text(word + advice)
+    advice = ": repair them, or list them in a file for data.leave_out (--write FILE)" if can_leave_out else ""
+    print_text(f"{len(found)} cannot be read{advice}" if found else "all can be read")
     return DataError.exit_code if found else 0
 
 

@@ -349,10 +349,9 @@ def address_towards(host: str) -> str:
 
 
 def _own_address(launched: Launched, head: str, interface: str | None) -> str:
-    for address in psutil.net_if_addrs().get(interface or "", []):
-        if address.family in (socket.AF_INET, socket.AF_INET6):
-            return address.address
-    return head if launched.rank == 0 else address_towards(head)
+    found = psutil.net_if_addrs().get(interface or "", [])
+    own = (address.address for address in found if address.family in (socket.AF_INET, socket.AF_INET6))
+    return next(own, None) or (head if launched.rank == 0 else address_towards(head))
 
 
 if __name__ == "__main__":

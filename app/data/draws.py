@@ -22,6 +22,8 @@ from torch import Tensor
 
 from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
 
+Shape = tuple[int, ...] | int
+"""Shape of a sample's random numbers; N is the same as (N,)."""
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1
 
@@ -46,19 +48,20 @@ class Draws:
         """Return the draws of the first of each `count` samples: of pairs that share one, for instance."""
         return Draws(self._seed, self._samples[::count], None if self._numbers is None else self._numbers[::count])
 
-    def bits(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+    def bits(self, purpose: str, shape: Shape = ()) -> Tensor:
         """Return 64 random bits for each sample, or for each element of a shape: int64 [B, *shape]."""
+        shape = (shape,) if isinstance(shape, int) else shape
         bits = mix64_tensor(self._base ^ _signed(derive_key(0, "purpose", purpose)))
         if not shape:
             return bits
         lanes = torch.arange(1, math.prod(shape) + 1, device=bits.device) * _signed(GOLDEN64)
         return mix64_tensor(bits.unsqueeze(-1) + lanes).view(*bits.shape, *shape)
 
-    def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+    def uniform(self, purpose: str, shape: Shape = ()) -> Tensor:
         """Return float32 [B, *shape] in [0, 1), multiples of 2**-24: all that float32 can tell apart just below 1."""
         return _unit(_shift_right(self.bits(purpose, shape), 40))
 
-    def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+    def normal(self, purpose: str, shape: Shape = ()) -> Tensor:
         """Return float32 [B, *shape] from the standard normal distribution, by the method of Box and Muller."""
         bits = self.bits(purpose, shape)
         radius = torch.sqrt(-2 * torch.log1p(-_unit(_shift_right(bits, 40)).double()))
@@ -122,12 +125,12 @@ class HostDraws:
         """Return the random numbers of the sample at a position in the batch."""
         return SampleDraws(self._seed, int(self.samples[position]))
 
-    def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
+    def uniform(self, purpose: str, shape: Shape = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] in [0, 1): the values of `Draws.uniform`."""
         uniform: NDArray[np.float32] = (self._bits(purpose, shape) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return uniform
 
-    def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
+    def normal(self, purpose: str, shape: Shape = ()) -> NDArray[np.float32]:
         """Return float32 [B, *shape] from the standard normal distribution: the values of `Draws.normal`, up to rounding."""
         bits = self._bits(purpose, shape)
         radius = np.sqrt(-2 * np.log1p(-((bits >> np.uint64(40)) * 2.0**-24)))
@@ -140,7 +143,8 @@ class HostDraws:
         integers: NDArray[np.int64] = (self._bits(purpose) & np.uint64(_MAX_INT64)).astype(np.int64) % high
         return integers
 
-    def _bits(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.uint64]:
+    def _bits(self, purpose: str, shape: Shape = ()) -> NDArray[np.uint64]:
+        shape = (shape,) if isinstance(shape, int) else shape
         base = mix64_array(self.samples.astype(np.uint64) + np.uint64(derive_key(self._seed, "draws")))
         bits: NDArray[np.uint64] = mix64_array(base ^ np.uint64(derive_key(0, "purpose", purpose)))
         if shape:

@@ -93,12 +93,7 @@ def _problems(config: Any) -> Iterator[str]:
         yield f"zero_optimization.stage: {json.dumps(zero.get('stage'))}: it must be 0, 1, 2 or 3"
     if problem := nvme_problem(zero):
         yield problem
-    for section in (
-        config,
-        zero,
-        *(section_of(config, it) for it in ("bf16", "fp16")),
-        section_of(zero, "offload_optimizer"),
-    ):
+    for section in (config, zero, *(section_of(config, it) for it in ("bf16", "fp16")), section_of(zero, "offload_optimizer")):
         for key, value in section.items():
             if key in _UNCHANGED and value not in (None, _UNCHANGED[key]):
                 yield f"{key}: {json.dumps(value)}: it changes what is computed, or where weights are kept; leave it out"

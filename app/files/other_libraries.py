@@ -54,8 +54,11 @@ def untrained(kind: Any, config: Any, **options: Any) -> Any:
 
 def tokenizer(name: str | Path, *, revision: str | None = None, download: bool = False) -> Any:
     """Return the tokenizer of a folder, or of a name on the hub. Raises PermissionError if it needs code of its own."""
+    from huggingface_hub import model_info
     from transformers import AutoTokenizer
 
+    if download:  # without a network one request fails immediately; transformers would retry each file, for a minute in all
+        model_info(str(name), revision=revision, timeout=15)
     with _no_own_code():
         return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=not download, trust_remote_code=False)
 

@@ -7,10 +7,12 @@ raised: the others are still valid.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -42,8 +44,12 @@ def is_finite(value: Any) -> bool:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a file to read; a pipe of that name reads as an empty file, instead of waiting for a writer."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    """Open a file to read. Raises OSError; also for a pipe or a device, which could make the reader wait."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file")
+    return file
 
 
 def composed(text: str) -> yaml.Node | None:
@@ -109,10 +115,8 @@ def find_yaml(what: str, name_or_path: str, shipped: Path, *, error: Callable[[s
         return shipped / f"{name_or_path}.yaml"
     if (path := Path(name_or_path)).exists():
         return path
-    word = path.stem.lower()
-    inside = [name for name in names if word in name]
     then = f"correct the path, or see `samerun {what}s`" if path.parent.name else f"the package has {', '.join(names)}"
-    hint = did_you_mean(word, inside or names, then=then, cutoff=0.1 if inside else 0.6)
+    hint = did_you_mean(path.stem.lower(), names, then=then)
     raise error(f"{what} {name_or_path}: there is no {what} or file of that name; {hint}")
 
 

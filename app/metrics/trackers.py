@@ -298,10 +298,8 @@ class SamplePreviews:
 
     def see(self, step: int, micro_batch: int, batch: Batch) -> None:
         """Show what the model is given in a micro-batch of a step (both from 0), if it is time to."""
-        if self._count == 0 or micro_batch or step % self._steps_per_epoch:
-            return
-        epoch = step // self._steps_per_epoch
-        if epoch & (epoch - 1):
+        epoch, step_of_epoch = divmod(step, self._steps_per_epoch)
+        if self._count == 0 or micro_batch or step_of_epoch or epoch & (epoch - 1):
             return
         count = min(self._count, len(batch["samples"]))
         name, picture = self._task.preview(batch, count)

@@ -79,8 +79,10 @@ class Rule:
 
 
 def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    kind = getattr(torch.optim, optimizers.TABLE[recipe.name].torch_name)
-    return kind, {"lr": recipe.lr, **optimizers.keyword_arguments(recipe)}
+    """Return the class of the optimizer, and its arguments without weight_decay and those at torch's default."""
+    found = optimizers.TABLE[recipe.name]
+    of_recipe = {key: getattr(recipe, key) for key in ("lr", *found.keys)}
+    return getattr(torch.optim, found.torch_name), {**of_recipe, **(recipe.settings or {})}
 
 
 def build_optimizer(

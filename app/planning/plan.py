@@ -89,9 +89,8 @@ def find_device(text: str) -> tuple[str, int]:
         return torch_name, int(gib * GIB)
     if match := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", name):
         return "", int(float(match[1]) * _UNITS[match[2]])
-    near = [each for each in DEVICES if each.startswith(f"{name}-")]
-    hint = f"did you mean {' or '.join(near)}?" if near else did_you_mean(name, DEVICES)
-    raise UsageError(f"--device is {text!r}: {hint} Known are {', '.join(DEVICES)}, or give its memory, such as 24GiB")
+    hint = did_you_mean(name, DEVICES, then=f"Known are {', '.join(DEVICES)}, or give its memory, such as 24GiB")
+    raise UsageError(f"--device is {text!r}: {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +114,10 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     from app.task import Form
 
     loaded, (torch_name, bytes_of_device) = recipe_file.load(options.recipe, options.overrides), find_device(options.device)
-
-    def per_s(precision: str) -> float | None:
-        return clock.peak_of(torch_name, mixed_precision=precision, tf32=False) if torch_name else None
-
-    precision = options.mixed_precision or ("bf16" if per_s("bf16") else "no")
+    per_s = {name: clock.peak_of(torch_name, mixed_precision=name, tf32=False) for name in presets.PRECISIONS}
+    precision = options.mixed_precision or ("bf16" if per_s["bf16"] else "no")
     tasks.of(loaded.recipe).check_training()
-    model, flops_per_s, step_flops = tracing.build_blueprint(loaded.recipe), per_s(precision), None
+    model, flops_per_s, step_flops = tracing.build_blueprint(loaded.recipe), per_s[precision], None
     if flops_per_s:
         example = model.task.example(model.facts, Form())
         of_batch = clock.training_flops(model.model, lambda called: model.task.loss(called, example))
@@ -268,7 +264,10 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
             "third; communication is assumed to overlap with computing"
         )
     else:
-        print_wrapped(f"training time unknown: no FLOP/s of {device['name']} with mixed_precision {plan['precision']} known")
+        why = f"no FLOP/s of {device['name']} with mixed_precision {plan['precision']} known"
+        if device["name"] in DEVICES:  # whose FLOP/s are known in every precision that they compute in
+            why = f"{device['name']} has no {plan['precision']} arithmetic, and emulates it slowly; give --mixed-precision fp16"
+        print_wrapped(f"training time unknown: {why}")
 
 
 def _cells(row: Row, unit: int) -> Row:

@@ -119,8 +119,3 @@ def notes_on(optim: OptimRecipe) -> list[str]:
         + (f": its own is optim.settings={{{key}: {own[key]}}}" if key in own else "")
         for key in unlike
     ]
-
-
-def keyword_arguments(optim: OptimRecipe) -> dict[str, Any]:
-    """Return the optimizer's arguments by torch's names, without lr, weight_decay and those at torch's default."""
-    return {**{key: getattr(optim, key) for key in TABLE[optim.name].keys}, **(optim.settings or {})}

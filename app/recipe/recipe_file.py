@@ -110,6 +110,8 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 def _suggest(key: str, task: str) -> str:
     """Return what may have been meant by a key that does not exist."""
     known, (section, _, leaf) = list(kinds(task)), key.rpartition(".")
+    if leaf.isdecimal():
+        return "within braces a comma begins another key, so write a decimal number with a point, as in {lr: 0.1}"
     near = [*known, *sections(task)]
     have = "a recipe has " + ", ".join([*_OF_NO_SECTION, *sections(task)])
     if section in sections(task):
@@ -198,14 +200,15 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
             problems.append(f"{key} is {shown(item.node)} ({item.origin}): {error}{f'; {hint}' if hint else ''}")
     values["task"] = task  # its absolute path
     origins = {key: given[key].origin if key in given else DEFAULT for key in kinds(task)}
+    recipe = None
     try:
         recipe = build(values)
     except RecipeError as error:
         # A key that could not be read has its default here, so a problem with its value may not be true.
         about = {problem: problem.keys if isinstance(problem, Problem) else () for problem in error.problems}
         problems += [_with_origins(problem, keys, origins) for problem, keys in about.items() if unread.isdisjoint(keys)]
-    if problems:
-        raise RecipeError(*problems)
+    if problems or recipe is None:
+        raise RecipeError(*problems, recipe=recipe if recipe and unread.isdisjoint(recipe.inputs) else None)
     name = path.stem
     with suppress(RunFolderError):  # a run's own recipe keeps its name
         name = str(run_folder.read_json(path.parent / run_folder.RUN).get("recipe", name))

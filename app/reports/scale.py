@@ -155,11 +155,8 @@ def _measured(
         base = next((other for other in rates if other.preset == size.preset and rates[other]), size)
         mean = statistics.fmean(values) if values else None
         speedup = mean / statistics.fmean(rates[base]) if mean else None
-        row = {
-            "preset": size.preset,
-            "nodes": size.nodes,
-            "processes_per_node": size.processes,
-            "devices": size.devices,
+        row = {"preset": size.preset, "nodes": size.nodes, "processes_per_node": size.processes, "devices": size.devices}
+        row |= {
             "runs": len(values),
             f"{unit}_per_s": mean,
             f"{unit}_per_s_deviation": statistics.stdev(values) if len(values) > 1 else None,

@@ -52,7 +52,7 @@ from app.files.text_files import Lines, is_count, is_finite, opened, parsed
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 TEXTS = "texts.jsonl"
-PREDICTIONS_TOLD = "predictions.json"
+PREDICTIONS = "predictions.json"
 MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
 PROGRAMS = {"torch": "model.pt2", "onnx": "model.onnx"}
 """Beside exported weights: the model as a program, by its kind."""

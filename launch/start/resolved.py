@@ -205,8 +205,9 @@ def unwritable(folder: Path) -> str | None:
     """Return why a folder cannot be made or written, or None."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if re.search("[\udc80-\udcff]", str(folder.absolute())):
-        here, encoding = os.fsencode(Path.cwd()), sys.getfilesystemencoding().upper()
-        return f"--run-dir is {os.fsencode(folder)!r}, in {here!r}, which is not {encoding}: choose another or set PYTHONUTF8=1"
+        encoding = sys.getfilesystemencoding().upper()
+        remedy = "choose another" + " or set PYTHONUTF8=1" * (encoding != "UTF-8")
+        return f"--run-dir is {os.fsencode(folder)!r}, in {os.fsencode(Path.cwd())!r}, which is not {encoding}: {remedy}"
     if not nearest.is_dir():
         return f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -44,6 +44,8 @@ def test_noise_of_any_shape_is_independent_normal_and_that_of_the_sample(device)
     noise = draws.normal("noise", (4, 50)).cpu()
     assert (noise.shape, noise.dtype) == ((500, 4, 50), torch.float32)
     np.testing.assert_allclose(host.normal("noise", (4, 50)), noise.numpy(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(draws.normal("noise", 200).cpu(), noise.view(500, 200)), "a number is a shape too"
+    assert np.array_equal(host.uniform("noise", 200), host.uniform("noise", (200,)))
     assert torch.equal(Draws(3, torch.tensor([7], device=device)).normal("noise", (4, 50)).cpu()[0], noise[7])
     assert kolmogorov_distance(noise.flatten(), torch.special.ndtr) < 1.63 / math.sqrt(noise.numel())  # at the level of 1 %
     columns = noise.view(500, 200).double()

@@ -71,12 +71,7 @@ def refusals(devices: list[RankDevice], *, world_size: int, timeout_s: float) ->
 
 @pytest.mark.parametrize(
     ("devices", "refusal"),
-    [
-        ([ONLY, ONLY], SHARED),
-        ([CPU, CPU], ""),
-        ([GPU, OTHER, ELSEWHERE], ""),
-        ([ONLY, ONLY._replace(identity="GPU-b")], ""),
-    ],
+    [([ONLY, ONLY], SHARED), ([CPU, CPU], ""), ([GPU, OTHER, ELSEWHERE], ""), ([ONLY, ONLY._replace(identity="GPU-b")], "")],
 )
 def test_processes_that_would_share_a_device_are_refused_when_they_meet(devices: list[RankDevice], refusal: str) -> None:
     assert refusals(devices, world_size=len(devices), timeout_s=TIMEOUT_S) == [refusal] * len(devices)

@@ -50,11 +50,7 @@ def test_what_divides(settings: dict[str, Any], parts: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts", "said"),
     [
-        (
-            {"architecture": "gpt2", "intermediate_size": None},
-            2,
-            "GPT2LMHeadModel has none: use fsdp2.yaml",
-        ),
+        ({"architecture": "gpt2", "intermediate_size": None}, 2, "GPT2LMHeadModel has none: use fsdp2.yaml"),
         ({}, 3, r"num_attention_heads 4, .* evenly: --tensor-parallel must divide 4 for"),
         ({"intermediate_size": 90}, 4, r"outputs of gate_proj 90, .*inputs of down_proj 90 evenly: .* must divide 2 for"),
         ({"lora_rank": 2}, 2, "without LoRA adapters"),

@@ -79,6 +79,8 @@ def test_a_config_file_of_deepspeed(content: str, sentence: str, refused: Refuse
 
 OPTIONS: dict[str, tuple[str, int]] = {
     "--preset ddp": ("no preset or file of that name; did you mean multi_gpu or multi_node?", 4),
+    "--preset FP32": ("preset FP32: this is a precision, not a preset: give --mixed-precision no, with a preset or", 4),
+    "--preset zero.json": ("preset zero.json: it is a config file of DeepSpeed: write a preset with distributed_type: ", 4),
     "--preset old": ("preset old: it is a folder: give a YAML file in it", 4),
     "--recipe no/such.yaml": ("no recipe or file of that name; correct the path, or see `samerun recipes`", 3),
     "--processes two": ("--processes: 'two': expected a whole number", 2),
@@ -111,6 +113,7 @@ OPTIONS: dict[str, tuple[str, int]] = {
 @pytest.mark.parametrize(("words", "expected"), OPTIONS.items(), ids=OPTIONS)
 def test_options(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
     put(tmp_path, "old/recipe.yaml", "seed: 0\n")
+    put(tmp_path, "zero.json", ZERO + "}")
     os.mkfifo("fifo")
     refused([*DRY, *words.split()], *expected)
 
@@ -148,7 +151,7 @@ def test_environments(
 JOB = "--nodes 1 --time 1:00:00"
 PROBLEMS: dict[str, str] = {
     "--num_processes 3 --gpus-per-node 2": "--num_processes is 3, the total number of processes, on 1 nodes, and another",
-    "data.path=nowhere": "it cannot be read. Correct it, or give --data-on-nodes if only the nodes of the job have it",
+    "data.path=nowhere foo=1": "it cannot be read. Correct it, or give --data-on-nodes if only the nodes of the job have it",
     "--array x": "--array has 'x': expected key=value,value",
     "--array seed=1": "--array is 'seed=1', which is a single run",
     "--array optim.lr=1e-3,0.001": "--array has 'optim.lr=1e-3,0.001': expected key=value,value, each key and value once",

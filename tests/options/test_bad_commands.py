@@ -45,7 +45,11 @@ def test_options_that_there_are_not(command: str, refused: Refused) -> None:
 
 
 WORDS: dict[str, tuple[str, int]] = {
-    "lauch": ("lauch: expected a command first, as in `samerun launch --recipe digits`; did you mean launch", 2),
+    "lauch": ("lauch: unknown command; did you mean launch", 2),
+    "-v": ("samerun 0.", 0),
+    "launch -h1": ("-h/--help: it takes no value, but is given '1' (`samerun launch --help` lists the options)", 2),
+    "presets zero": ("did you mean deepspeed_zero1 or deepspeed_zero2 or deepspeed_zero3? `samerun presets` lists all", 2),
+    "plan --device v100-32 --mixed-precision bf16 --devices 1": ("v100-32 has no bf16 arithmetic, and emulates it slowly;", 0),
     "doctor --processes 0": ("processes_per_node is 0 (--processes): it must be at least 1", 5),
     "parity train.steps=3": ("train.steps=3 (command line): the comparison sets this; use --steps", 3),
     "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
@@ -58,7 +62,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "data check digits --processes 2": ("--processes: unknown option; it is now --workers", 2),
     "--verison": ("as in `samerun launch --recipe digits`; did you mean --version?", 2),
     "--recipe digits": ("--recipe: expected a command first, as in `samerun launch", 2),
-    "script": ("as in `samerun launch --recipe digits`; did you mean scripts?", 2),
+    "script multinode": ("script: unknown command; did you mean scripts?", 2),
     "launch --resume train.epochs=3": ("--resume is train.epochs=3: no such folder; give auto, never, or the path of", 11),
     "resume fold": ("fold: there is no such run", 7),
     "resume folder": ("folder/run.json is missing", 7),

@@ -131,6 +131,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a name twice": ("optim:\n  settings: {a: 1, a: 2}\n", "optim.settings is a mapping (my.yaml:2): it has a twice"),
     "a mapping that holds itself": ("optim: {settings: &a {b: *a}}", "optim.settings is a mapping (my.yaml:1): it is nested"),
     "an unknown key": ("'optim':\n  'momentun': 1\n", "optim.momentun (my.yaml:2): there is no such key; did you mean"),
+    "a decimal comma": ("optim: {lr: 0,1}", "no such key; within braces a comma begins another key, so write a decimal number"),
     "a key of TRL": ("bf16: true\n", "bf16 (my.yaml:1): there is no such key; `samerun launch` has --mixed-precision bf16"),
     "a tag of Python": ("seed: !!python/object/apply:os.system [ls]\n", "my.yaml:1: it is not YAML: the tag !!python/object/"),
     "lists without end": ("seed: " + "[" * 3000, "my.yaml: it is not YAML: maximum recursion depth"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from refusals import Refused
 
+PIPE = b"a pipe"
 DEEP = b"[" * 3000 + b"\n"
 # File, what it holds (None: it is a folder), command, what is said, exit code.
 Row = tuple[str, bytes | None, str, str, int]
@@ -24,6 +26,7 @@ DAMAGE: list[Row] = [
     ("texts.jsonl", b'{"step": 10, "title": 3}\n', "report run", "it has no step, title and text", 0),
     ("ledger.jsonl", b"", "verify run", "does not begin with an attempt of the run: its beginning is missing", 7),
     ("ledger.jsonl", None, "verify run", "run/ledger.jsonl cannot be read: Is a directory", 7),
+    ("ledger.jsonl", PIPE, "verify run", "run/ledger.jsonl cannot be read: it is a pipe or a device, not a regular file", 7),
     ("recipe.yaml", b"", "verify run", "recipe.yaml holds NoneType, not keys with values", 7),
     ("recipe.yaml", b"seed: 1\n", "verify run", "lacks seed or train.global_batch_size: it is truncated", 3),
     ("recipe.yaml", b"", "compare run other", "a recipe cannot be read", 1),
@@ -35,11 +38,7 @@ DAMAGE: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "row",
-    DAMAGE,
-    ids=[f"{command}: {name} {str(content)[:12]}" for name, content, command, _, _ in DAMAGE],
-)
+@pytest.mark.parametrize("row", DAMAGE, ids=[f"{row[2]}: {row[0]} {str(row[1])[:12]}" for row in DAMAGE])
 def test_a_broken_file(row: Row, digits_run: Path, refused: Refused, tmp_path: Path) -> None:
     name, content, command, sentence, code = row
     shutil.copytree(digits_run, tmp_path / "run")
@@ -48,6 +47,8 @@ def test_a_broken_file(row: Row, digits_run: Path, refused: Refused, tmp_path: P
     file.unlink(missing_ok=True)
     if content is None:
         file.mkdir()
+    elif content == PIPE:
+        os.mkfifo(file)
     else:
         file.write_bytes(content)
     program, *words = command.split() if command.startswith("app.") else ("samerun", *command.split())

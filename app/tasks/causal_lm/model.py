@@ -199,8 +199,7 @@ class Head(nn.Linear):
             return super().forward(hidden)
         if not self.chunked or hidden.is_meta:  # without data logits cost nothing, and their FLOPs are counted
             return nats_of(super().forward(hidden), labels, by_row=by_row)
-        in_half = torch.is_autocast_enabled(hidden.device.type) or self.weight.dtype in _HALF
-        if in_half or not hasattr(F, "linear_cross_entropy"):  # torch has it from 2.13 on
+        if torch.is_autocast_enabled(hidden.device.type) or self.weight.dtype in _HALF:
             return self._by_chunks(hidden, labels, by_row=by_row)
         found = F.linear_cross_entropy(
             hidden.flatten(0, 1).to(self.weight.dtype),

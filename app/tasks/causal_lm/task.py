@@ -82,12 +82,8 @@ class CausalLM(Task):
         length = data.sequence_length or configuration.positions(config)
         if length is None:
             raise DataError(f"{unknown} the length of a row is unknown: set data.sequence_length, or correct data.path")
-        return {
-            "vocab_size": config.vocab_size,
-            "sequence_length": length,
-            "tokenizer": {},
-            "document_masks": data.document_masks,
-        }
+        sizes = {"vocab_size": config.vocab_size, "sequence_length": length}
+        return {**sizes, "tokenizer": {}, "document_masks": data.document_masks}
 
     def data_digests(self) -> dict[str, str]:
         """Return a digest of what model.path says the network is."""
@@ -96,14 +92,11 @@ class CausalLM(Task):
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence on the training text: how large it is, and what is left out."""
         rows: Rows = data.train
-        tokens, documents = len(rows.split.tokens), len(rows.split.documents) - 1
+        tokens, count = len(rows.split.tokens), len(rows.split.documents) - 1
+        documents = f"{count:,} document{'s' * (count != 1)}"
         dropped = f"; the last {rows.dropped_targets} do not fill a row" if rows.dropped_targets else ""
-        return [
-            (
-                f"{tokens:,} training tokens of {documents:,} documents, in {len(rows):,} rows of {rows.sequence_length}"
-                f"{dropped}; tokenizer {rows.split.tokenizer['name']}, {rows.split.vocab_size:,} tokens"
-            )
-        ]
+        text = f"{tokens:,} training tokens of {documents}, in {len(rows):,} rows of {rows.sequence_length}{dropped}"
+        return [f"{text}; tokenizer {rows.split.tokenizer['name']}, {rows.split.vocab_size:,} tokens"]
 
     def adapt_samples(self, samples: Rows, metadata: Mapping[str, Any]) -> Rows:
         """Return other text, if the model has the same tokens. Raises DataError if not."""

@@ -22,7 +22,7 @@ def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     color = {1: "gray", 3: "RGB"}.get(channels, f"{channels} channels")
     size = recipe["data.image_size"]
     resized = f"the shorter side resized to {recipe['data.resize_size'] or size} pixels (bilinear, antialiased), "
-    side = f"{resized}the centre cropped to " if size else ""
+    side = f"{resized}the center cropped to " if size else ""
     mean, std = (", ".join(f"{value:g}" for value in recipe[f"data.{name}"]) for name in ("mean", "std"))
     named = listed([f"{number}: {label}" for number, label in enumerate(classes)], _MOST_NAMED)
     also = f"""\

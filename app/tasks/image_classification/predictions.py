@@ -69,7 +69,7 @@ def write(folder: Path, images: Images, rows: Tensor) -> None:
         image = as_pillow(pixels)
         image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
         image.save(folder / f"{sample}.png")
-    (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(content) + "\n")
+    (folder / run_folder.PREDICTIONS).write_text(json.dumps(content) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,11 @@ class PredictionSummary:
         """Rows of the confusion matrix: a label; each prediction, its samples and their share. None if not all are known."""
         if self.left_out:
             return None
-        totals = Counter[int]()
-        for (label, _), count in self.counts.items():
-            totals[label] += count
         rows = []
         for label, name in enumerate(self.classes):
             counts = [self.counts.get((label, predicted), 0) for predicted in range(len(self.classes))]
-            pairs = zip(self.classes, counts, strict=True)
-            rows.append((name, [(said, count, count / (totals[label] or 1)) for said, count in pairs]))
+            pairs, total = zip(self.classes, counts, strict=True), sum(counts) or 1
+            rows.append((name, [(predicted, count, count / total) for predicted, count in pairs]))
         return rows
 
     @property
@@ -110,11 +107,9 @@ class PredictionSummary:
 
 def read(folder: Path) -> PredictionSummary | None:
     """Return the predictions of the run in `folder`; None if there are none. Raises RunFolderError if they cannot be read."""
-    for split in ("test", "validation"):
-        path = folder / run_folder.predictions(split) / run_folder.PREDICTIONS_TOLD
-        if path.exists():
-            break
-    else:
+    paths = {split: folder / run_folder.predictions(split) / run_folder.PREDICTIONS for split in ("test", "validation")}
+    split, path = next(((split, path) for split, path in paths.items() if path.exists()), ("", folder))
+    if not split:
         return None
     content = run_folder.read_json(path)
     try:

@@ -149,7 +149,10 @@ class ImageClassification(Task):
     # Scores -----------------------------------------------------------------------------------------------------------
 
     def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
-        """Return accuracy (over all and of each class), top-5 accuracy and loss; rows are label, prediction, probability."""
+        """Return accuracy (over all and of each class), top-5 accuracy of more than 5 classes, and loss.
+
+        Rows are label, prediction, probability.
+        """
         labels, weights = batch["targets"], valid.double()
         logits = model(batch["inputs"]).double()
         num_classes = logits.shape[1]
@@ -162,7 +165,7 @@ class ImageClassification(Task):
         count = weights.sum()
         sums = {
             "accuracy": (by_class[0].sum(), count),
-            "top5_accuracy": ((best.any(dim=1) * weights).sum(), count),
+            **({"top5_accuracy": ((best.any(dim=1) * weights).sum(), count)} if num_classes > 5 else {}),
             "loss": ((losses * weights).sum(), count),
             "class_accuracy": (by_class[0], by_class[1]),
         }

@@ -113,7 +113,7 @@ def test_the_embedded_text_is_all_there() -> None:
 def test_rows_that_are_impossible_are_refused(tmp_path: Path) -> None:
     packed = written(tmp_path / "packed", [[1, 2], [3, 4]], None, 4)
     damaged = Tokens("train", np.array([1, 2**31 + 5, 3], np.uint32), 100_000, "", {}, np.array([0, 3], np.uint64))
-    with pytest.raises(DataError, match="packed for 4"):
+    with pytest.raises(DataError, match=r"packed for 4; set data\.sequence_length=null"):
         Rows(packed, 8)
     with pytest.raises(DataError, match="1 tokens"):
         Rows(Tokens("train", np.array([1], np.uint16), 39, "", {}, np.array([0, 1], np.uint64)), 4)

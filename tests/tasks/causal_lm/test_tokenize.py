@@ -69,7 +69,7 @@ def test_any_number_of_processes_writes_the_same_bytes(
     assert sum(entry["bytes"] for entry in splits.values()) == sum(len(text.encode()) for text in source)
     report = capsys.readouterr().out
     assert f"train: {documents['train']:,} documents, " in report
-    assert " empty documents left out" in report
+    assert "empty documents left out: " in report
 
 
 def test_rows_that_cannot_be_read_are_refused_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,14 +81,15 @@ def test_rows_that_cannot_be_read_are_refused_or_skipped(tmp_path: Path, capsys:
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
     assert main([*command, "--skip-unreadable"]) == 0
     assert texts_of(out, "train", "bytes") == ["good", "last"]
-    assert "1 empty documents left out\n3 unreadable rows left out\n" in capsys.readouterr().out
+    assert "empty documents left out: 1\nunreadable rows left out: 3\n" in capsys.readouterr().out
 
 
-def test_splits_may_have_sources_of_their_own(tmp_path: Path) -> None:
+def test_splits_may_have_sources_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("train", "held", "last"):
         (tmp_path / f"{name}.txt").write_text(f"{name} \N{WHALE}")
     options = ["--validation-source", str(tmp_path / "held.txt"), "--test-source", str(tmp_path / "last.txt")]
     assert main(["tokenize", str(tmp_path / "train.txt"), *options, "--out", str(tmp_path / "out")]) == 0
+    assert "\nvalidation: 1 document, 10 tokens, " in capsys.readouterr().out
     found = [texts_of(tmp_path / "out", split, "bytes") for split in ("train", "validation", "test")]
     assert found == [["train \N{WHALE}"], ["held \N{WHALE}"], ["last \N{WHALE}"]]
 
@@ -97,7 +98,7 @@ REFUSED: list[tuple[list[str], type[Exception], str]] = [
     (["--validation", "0.01", "--validation-source", "b"], UsageError, "--validation uses training documents, and --valid"),
     (["--sequence-length", "9"], UsageError, "--sequence-length is for packed rows"),
     (["--prompts"], DataError, "line 1: the row has the columns 'text', neither prompt and completion nor messages"),
-    (["--validation", "0.01"], DataError, "the split validation would be empty: there are 2 documents that can be used"),
+    (["--validation", "0.01"], DataError, "the split validation would be empty: documents that can be used: 2"),
 ]
 
 
@@ -112,7 +113,7 @@ def test_what_cannot_be_tokenized_is_refused(tmp_path: Path, options: list[str],
 
 WITHOUT_TEXT: list[tuple[str, str | None, str]] = [
     ("a.txt", "", r"a\.txt is empty: give other sources"),
-    ("a.txt", " \n", r"there are 0 documents that can be used, 1 empty documents left out"),
+    ("a.txt", " \n", r"documents that can be used: 0, empty documents left out: 1"),
     ("a.json", '[\n  {"text": "one"}\n]\n', r"a\.json is indented JSON, .* `jq -c '\.\[\]'`"),
     ("a.txt", None, r"a\.txt cannot be read \(it is a pipe, "),
 ]

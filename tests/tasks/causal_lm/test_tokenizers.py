@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -113,10 +114,12 @@ def test_a_tokenizer_with_a_beginning_token_begins_documents_with_it(sentence_pi
 
 def test_what_is_no_tokenizer_is_refused(byte_level: Path, tmp_path: Path) -> None:
     broken = in_folder(tmp_path / "broken", {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"})
-    for name in (str(broken), str(tmp_path / "no" / "such" / "folder")):
+    started_s = time.monotonic()
+    for name in (str(broken), str(tmp_path / "no" / "such" / "folder"), "no-such-name/of-a-tokenizer"):
         with pytest.raises(DataError, match="transformers cannot load a tokenizer") as raised:
             open_tokenizer(name)
         assert "\n" not in str(raised.value)
+    assert time.monotonic() - started_s < 25.0, "without a network, it fails without retries"
     nameless = in_folder(tmp_path / "nameless", {"tokenizer.json": (byte_level / "tokenizer.json").read_bytes()})
     with pytest.raises(DataError, match=r"has no end-of-text token: set eos_token in .*<\|endoftext\|>"):
         open_tokenizer(str(nameless))

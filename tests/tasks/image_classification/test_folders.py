@@ -265,7 +265,7 @@ def with_an_empty_class(root: Path) -> None:
         (write_folder, {"image_size": None}, r"sample 1 of {0}/train is 31x47 pixels .* is 40x30 .* set data\.image_size"),
         (lambda root: (root / "train").mkdir(), {}, r"{0}/train contains no class folders"),
         (of_other_classes, {}, r"two splits have different classes: 'ant' only in {0}/train; 'cow' only in {0}/test; give"),
-        (with_a_pipe, {}, r"{0}/train/ant/z\.png is a pipe or a device; replace or remove it"),
+        (with_a_pipe, {}, r"{0}/train/ant/z\.png cannot be read \(it is a pipe or a device, not a regular file"),
         (with_an_empty_class, {}, r"{0}/train: there are no images in the class folder\(s\) dog; .* 1 file .*: 1 \.txt"),
     ],
 )

@@ -90,16 +90,8 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
     ("before", "after", "said"),
     [
         ("task = Line\n", "task = Line(Sections())\n", "task in line.py is a Line, but must be a class: write task = Line"),
-        (
-            "(self, sections)",
-            "(self)",
-            "Line in line.py takes (), but is called as Line(sections): the file has a class",
-        ),
-        (
-            "class Sections",
-            "class Other",
-            "Line in line.py takes (sections), but is called as Line(): the file has no class",
-        ),
+        ("(self, sections)", "(self)", "Line in line.py takes (), but is called as Line(sections): the file has a class"),
+        ("class Sections", "class Other", "Line in line.py takes (sections), but is called as Line(): the file has no class"),
     ],
 )
 def test_what_makes_no_task_is_refused_in_a_sentence(recipe: Path, before: str, after: str, said: str) -> None:

@@ -54,6 +54,9 @@ class Base:
 
     def loss(self, model, batch):
         return Loss(F.mse_loss(model(batch["x"]), batch["y"]), len(batch["x"]))
+
+    def export_files(self, metadata, info):
+        return {"steps.txt": str(info["steps"]).encode()}
 """
 ENDS = {
     "shared": "task = Base",
@@ -105,7 +108,9 @@ def test_a_module_in_several_places_trains_alike_resumes_and_is_exported(tmp_pat
     train(sharded[1], tmp_path / "resumed", *arguments, "--resume", str(step), processes=2).check()
     assert losses(tmp_path / "resumed") == pytest.approx(one[2:], rel=1e-5)
     assert cli.main(["export", str(tmp_path / "resumed"), "--to", "torch"]) == 0
-    run("cpu", 1, "app.evaluate", str(tmp_path / "resumed" / "exported" / "step-00000004"), "--json").check()
+    exported = tmp_path / "resumed" / "exported" / "step-00000004"
+    assert (exported / "steps.txt").read_text() == "4"
+    run("cpu", 1, "app.evaluate", str(exported), "--json").check()
 
 
 def test_a_parameter_without_dimensions_is_refused_where_it_cannot_be_trained(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Rows:
             if sequence_length not in (None, split.sequence_length):
                 raise DataError(
                     f"data.sequence_length={sequence_length}: the rows of {split.where} were packed for "
-                    f"{split.sequence_length}; remove the key, or pack them again (samerun data tokenize)"
+                    f"{split.sequence_length}; set data.sequence_length=null, or pack them again (samerun data tokenize)"
                 )
             sequence_length = split.sequence_length
         assert sequence_length is not None, "set it, because the rows are not packed"

@@ -84,15 +84,16 @@ def tokenize(
                 advance(size)
         for split in store.SPLITS:
             if (split in sources or shares.get(split)) and not writer.documents[split]:
-                left_out = [f"{count:,} {what}" for what, count in sorted(counts.items()) if count]
-                found = listed([f"there are {writer.documents.total():,} documents that can be used", *left_out])
+                left_out = [f"{what}: {count:,}" for what, count in sorted(counts.items()) if count]
+                found = listed([f"documents that can be used: {writer.documents.total():,}", *left_out])
                 raise DataError(f"the split {split} would be empty: {found}. Give other sources or shares")
     lines = [f"written to {folder}; in a recipe, set data.path={folder}"]
     for split, entry in store.about(folder)["splits"].items():
         rows = f", {entry['rows']:,} rows" if "rows" in entry else ""
+        documents = f"{entry['documents']:,} document{'s' * (entry['documents'] != 1)}"
         per_token = f"{entry['bytes'] / entry['tokens']:.3f} bytes per token"
-        lines.append(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, {per_token}{rows}")
-    lines += [f"{count:,} {what}" for what, count in sorted(counts.items())]
+        lines.append(f"{split}: {documents}, {entry['tokens']:,} tokens, {per_token}{rows}")
+    lines += [f"{what}: {count:,}" for what, count in sorted(counts.items())]
     lines += dict.fromkeys(line for found in sources.values() for line in found.not_read)
     return "\n".join([*lines, f"{time.perf_counter() - started_s:.1f} s, number of processes: {workers}\n"])
 

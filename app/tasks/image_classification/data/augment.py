@@ -78,14 +78,14 @@ def _signed(size: float, negative: Tensor) -> Tensor:
 def _warp(images: Tensor, *, x: tuple[Tensor | float, ...], y: tuple[Tensor | float, ...]) -> Tensor:
     """Return the nearest pixels at x[0] * X + x[1] * Y + x[2] and y[0] * X + y[1] * Y + y[2] of each place (X, Y).
 
-    X and Y are the pixels between a place and the image's centre; the factors are numbers or [n, 1, 1].
+    X and Y are the pixels between a place and the image's center; the factors are numbers or [n, 1, 1].
     """
     height, width = images.shape[-2:]
-    centre_x, centre_y = (width - 1) / 2, (height - 1) / 2
-    at_x = torch.arange(width, device=images.device) - centre_x
-    at_y = (torch.arange(height, device=images.device) - centre_y).unsqueeze(1)
-    columns = torch.round(x[0] * at_x + x[1] * at_y + x[2] + centre_x)
-    rows = torch.round(y[0] * at_x + y[1] * at_y + y[2] + centre_y)
+    center_x, center_y = (width - 1) / 2, (height - 1) / 2
+    at_x = torch.arange(width, device=images.device) - center_x
+    at_y = (torch.arange(height, device=images.device) - center_y).unsqueeze(1)
+    columns = torch.round(x[0] * at_x + x[1] * at_y + x[2] + center_x)
+    rows = torch.round(y[0] * at_x + y[1] * at_y + y[2] + center_y)
     return pixels_at(images, rows.expand(len(images), -1, -1).long(), columns.expand(len(images), -1, -1).long())
 
 
@@ -119,7 +119,7 @@ def _sharpness(images: Tensor, negative: Tensor, strength: float) -> Tensor:
     square = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
     inner = (..., slice(1, -1), slice(1, -1))
     blurred = pixels.clone()
-    blurred[inner] = torch.round((square + 4 * pixels[inner]) / 13)  # weights 1, but 5 at the centre; the border stays
+    blurred[inner] = torch.round((square + 4 * pixels[inner]) / 13)  # weights 1, but 5 at the center; the border stays
     return _blend(images, blurred, negative, strength)
 
 
@@ -296,7 +296,7 @@ def mixing_weights(pairs: Draws, augment: AugmentRecipe, height: int, width: int
 
     Mixup (Zhang et al. 2017, arXiv:1710.09412) keeps a share from Beta(mixup, mixup) of every pixel. Cutmix (Yun et al.
     2019, arXiv:1905.04899) keeps all outside a box of the image's shape whose area share is 1 minus a share from
-    Beta(cutmix, cutmix), around a uniform centre and cut off at the border; the label's share is what is left in the end.
+    Beta(cutmix, cutmix), around a uniform center and cut off at the border; the label's share is what is left in the end.
     """
     if augment.cutmix == 0:
         shares = pairs.beta("mixup", augment.mixup)

@@ -50,7 +50,7 @@ def content_of(path: Path, name: str = "") -> bytes:
     with reading(f"{path}{name}"), text_files.opened(path) as file:
         if content := file.read():
             return content
-    raise DataError(f"{path}{name} {'is empty' if path.is_file() else 'is a pipe or a device'}; replace or remove it")
+    raise DataError(f"{path}{name} is empty; replace or remove it")
 
 
 @contextmanager
@@ -169,9 +169,9 @@ class Framing:
     image_size: int | None = None
     """Side in pixels of the images; None: as stored."""
     resize_size: int | None = None
-    """Pixels the shorter side gets before the centre crop; None: image_size."""
+    """Pixels the shorter side gets before the center crop; None: image_size."""
     min_area: float | None = None
-    """Smallest share of the stored image that a random crop keeps; None: the centre crop. Needs image_size."""
+    """Smallest share of the stored image that a random crop keeps; None: the center crop. Needs image_size."""
 
     @classmethod
     def of(cls, recipe: Sections, *, training: bool) -> Framing:
@@ -192,7 +192,7 @@ class Framing:
         return resize(image[..., top : top + box_height, left : left + box_width], (self.image_size, self.image_size))
 
     def fixed(self, images: Tensor) -> Tensor:
-        """Return stored images of one size (uint8 [..., C, H, W]), resized and cropped at the centre."""
+        """Return stored images of one size (uint8 [..., C, H, W]), resized and cropped at the center."""
         if self.image_size is None:
             return images
         height, width, target = *images.shape[-2:], self.resize_size or self.image_size
