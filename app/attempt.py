@@ -212,6 +212,7 @@ def _describe(parts: Parts, preset: Path | None, hosts: list[str]) -> dict[str, 
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "global_batch_size": plan.global_batch_size,
+        "data": parts.data.facts,
         "batch_norms": len(model_preparation.unsynchronized_batchnorms(parts.model)),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": typed_command(),
@@ -225,7 +226,9 @@ def finish(training: Training, data: Splits, opened: Opened, ended: Ended) -> No
     """Write the weights and the result, or show how to resume a stopped run; then close the process group."""
     claim, is_stopped = opened.claim, ended.stopped_by.stop
     training.profile.close()
-    if is_stopped:
+    if is_stopped and not ended.stopped_by.save:
+        words = f"replayed up to step {ended.step}"
+    elif is_stopped:
         words = (
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.stopped_by.why}\n"
             f"saved as {step_folders.path_of(claim.path, ended.step)}; resume it with the same command, --resume auto and "

@@ -234,8 +234,7 @@ class Feed:
 
     def passes(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the batches of a step (from 0) with their weights, whose mean over all ranks and passes is 1 / passes."""
-        batches = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
-        weighed = self._weighed(batches)
+        weighed = self.weighed(step)
         return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
 
     def samples_of(self, step: int) -> list[int]:
@@ -260,9 +259,13 @@ class Feed:
         self._see(step, number, ready)
         return ready
 
-    def _weighed(self, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
+    def weighed(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Return the batches of a step (from 0) with their weights, without random numbers for passes.
+
+        The weights are count * ranks / total: averaged over ranks, they add up to the mean of the global batch.
+        """
         runtime = self._runtime
+        passes = map(self._next, itertools.repeat(step), range(runtime.plan.accumulation))
         ranks = runtime.plan.data_ranks
         if own_part(self._samples, "count") is not None:  # known beforehand, on the host
             size = len(self._samples)

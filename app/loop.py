@@ -17,6 +17,7 @@ import torch
 from app.building import Feed
 from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.sharded_state import WeightAverage
+from app.data.samples import Batch
 from app.distributed.control import NOTHING, Control, Patience, Request
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
@@ -27,8 +28,8 @@ from app.metrics.profile import Profile
 from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
-from app.recipe.schema import Recipe
-from app.task import Task
+from app.recipe.schema import Recipe, skipped_upto
+from app.task import Loss, Task
 
 _LINES_EVERY_S, _LINES_ON_TERMINAL_EVERY_S, _PROGRESS_EVERY_S = 5.0, 60.0, 0.5
 """Least time between two lines of metrics: one every few seconds shows that a run is alive; more would bury what matters. On a
@@ -163,13 +164,25 @@ def train(run: Training) -> Ended:
 
 
 def _take_step(run: Training, step: int) -> Step:
-    """Take an optimizer step on the mean loss of its global batch. Batch and loss are freed when this returns."""
+    """Take an optimizer step on the mean loss of its global batch. Batch and loss are freed when this returns.
+
+    Of a step that the recipe skips, the samples alone are recorded.
+    """
+    if run.recipe.train.skips(step + 1):
+        for batch, _ in run.feed.weighed(step):
+            run.metrics.add(None, batch["samples"])
+        return run.steps.skip(run.learning_rate_at(step))
     for batch, weight in run.feed.passes(step):
-        with run.steps.micro_batch():
-            loss = run.task.loss(run.model, batch)
-            run.steps.backward(loss.mean, weight)
-        run.metrics.add(loss, batch["samples"])
+        run.metrics.add(take_pass(run, batch, weight), batch["samples"])
     return run.steps.take(run.learning_rate_at(step))
+
+
+def take_pass(run: Training, batch: Batch, weight: float | torch.Tensor) -> Loss:
+    """Add the gradient of a batch's mean loss, with this weight, to the step's, and return the loss."""
+    with run.steps.micro_batch():
+        loss = run.task.loss(run.model, batch)
+        run.steps.backward(loss.mean, weight)
+    return loss
 
 
 def _log(run: Training, step: int, *, is_last: bool) -> None:
@@ -181,10 +194,11 @@ def _log(run: Training, step: int, *, is_last: bool) -> None:
     run.display.show(run.metrics.log(step, epoch=epoch, learning_rate=rate))
     most = run.recipe.train.max_skipped_steps
     skipped = run.metrics.skipped_in_row
-    if skipped <= most and not (is_last and skipped == step):
+    by_recipe = sum(end - first for first, end in skipped_upto(run.recipe.train.skip_steps, step))
+    if skipped <= most and not (is_last and skipped == step - by_recipe):
         return
     run.checkpoints.finish()
-    which = f"the last {skipped} steps up to step {step}" if skipped > most else f"all {step} steps of the run"
+    which = f"the last {skipped} steps up to step {step}" if skipped > most else f"all {skipped} steps of the run"
     samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
     remedy = "Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike or look at the samples"
     raise TrainingError(

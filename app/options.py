@@ -258,6 +258,9 @@ def add_training(parser: argparse._ActionsContainer) -> None:
     add_workers(parser)
     add_full_traceback(parser)
     parser.add_argument("--print-recipe", action="store_true", help="print every recipe value with its origin and stop")
+    # What `samerun replay` gives the run that it starts (app/checks/replay.py).
+    parser.add_argument("--replay-until", type=positive, help=argparse.SUPPRESS)
+    parser.add_argument("--replay-samples", help=argparse.SUPPRESS)
 
 
 def add_best(parser: argparse._ActionsContainer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,12 @@ def prepare(parts: Parts, opened: Opened) -> Training:
     if not resumed:  # after Steps has its parameters, because FSDP2 leaves unsharded ones in the model called last
         building.try_metrics(parts, model)
     return training
+
+
+def as_replay(training: Training, *, until: int) -> Training:
+    """Return the training without evaluations and early stopping, which ends after step `until` and writes no weights."""
+    training.control.replay_until = until
+    return replace(training, evaluations={}, patience=Patience(training.task.monitor, None))
 
 
 def _display(parts: Parts, run_dir: Path) -> Display:

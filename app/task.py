@@ -287,9 +287,9 @@ class Task:
         return samples
 
     def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
-        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most `limit` samples of a ready training batch.
+        """Return a name and a picture, uint8 [H, W, 3] (an array), or a text, of at most `limit` samples of a ready batch.
 
-        Without it, trackers show none.
+        Trackers show the pictures of training batches, and `samerun replay --samples` shows both.
         """
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from app import options
 from app.distributed.watchdog import Lifeline, end_workers
@@ -78,7 +79,7 @@ def _train(
         return False
     trackers = options.trackers(options_given.trackers)
     # Slow imports come after all checks that do not need them.
-    from app import attempt, session
+    from app import attempt, autopsy, session
     from app.checkpoints import initial_weights
     from app.distributed import handshake, numerics
     from app.distributed.runtime import Runtime
@@ -109,6 +110,8 @@ def _train(
         opened = attempt.open_run_folder(parts, options_given, trackers=trackers, job=job, origin=origin)
         recorder.folder = recorder.folder or opened.claim.path / run_folder.ERRORS / opened.claim.place.name
         training = session.prepare(parts, opened)
+        if options_given.replay_until:
+            training = session.as_replay(training, until=options_given.replay_until)
         # The lifeline lives as long as the process. With the whole training it would keep the loaders, for whose workers, which
         # hear no signal, Python would then wait at its end.
         with training.control as control:
@@ -116,7 +119,10 @@ def _train(
             watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=options_given.hang_timeout)
             waits = waits_timed(training.model, training.metrics.clock, runtime.device)
             with waits, watchdog, numerics.refusals_named():
-                ended = train(training)
+                if options_given.replay_samples:
+                    ended = autopsy.examine(training, parts.data.train, Path(options_given.replay_samples))
+                else:
+                    ended = train(training)
             attempt.finish(training, parts.data, opened, ended)
     return ended.stopped_by.stop
 

@@ -31,11 +31,11 @@ FLOORS: list[list[str]] = [
     ["app.checkpoints"],
     ["app.building", "app.planning"],
     ["app.loop"],
-    ["app.attempt"],
+    ["app.attempt", "app.autopsy"],
     ["app.session"],
     ["app.train"],
     ["app.evaluate", "app.predict", "app.export", "app.reports"],
-    ["app.checks", "app.planning.plan"],
+    ["app.checks", "app.audit", "app.planning.plan"],
     ["benchmarks"],
 ]
 LAUNCHER_FLOOR = 5  # the highest layer that launch/ may import

@@ -34,8 +34,8 @@ _OWN = {"ATTEMPT", "ERRORS", "FIRST_JOB", "LAUNCHER", "PRESET_FILE", "REQUEUES",
 """Variables that the launcher sets for its own processes."""
 _EXIT_CODES = {
     0: "Success. The run finished, or its job was requeued.",
-    1: "`compare`: not the same run. `verify`, `doctor`, `parity`, `scale`: something is wrong or failed. Any command: an "
-    "error with a traceback. Under plain `accelerate launch`: any failed run.",
+    1: "`compare`: not the same run. `verify`, `doctor`, `audit`, `parity`, `scale`: something is wrong or failed. Any "
+    "command: an error with a traceback. Under plain `accelerate launch`: any failed run.",
     errors.STOPPED: "The run stopped before its last step and saved a checkpoint; the same command resumes it.",
     128 + signal.SIGINT: "A command was interrupted by Ctrl-C, or a run by a second Ctrl-C.",
     128 + signal.SIGKILL: "A process was killed, often because the machine ran out of memory. 128 + N: ended by signal N.",

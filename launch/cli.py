@@ -90,6 +90,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "report": ("app.reports.report", "main", "write a report of a run as one HTML page"),
         "curves": ("app.reports.curves", "main", "plot training and validation curves of runs"),
         "compare": ("app.reports.compare", "main", "show what differs between two runs, and if they are the same run"),
+        "replay": ("app.checks.replay", "main", "compute steps of a run again and compare them with the run"),
+        "bisect": ("app.checks.bisect", "main", "find the first step where two runs part, and what differs there"),
         "timeline": ("app.reports.timeline", "main", "merge the profiler traces of all ranks into one timeline"),
         "verify": ("app.checks.verify", "main", "check that each global batch was applied exactly once"),
     },
@@ -101,12 +103,13 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "planning": {
         "plan": ("app.planning.plan", "main", "estimate memory and time of a recipe under each preset"),
+        "audit": ("app.audit.audit", "main", "find out why an Accelerate script gives other results on more processes"),
         "parity": ("app.checks.parity", "main", "test that presets and numbers of processes give the same run"),
         "scale": ("app.reports.scale", "main", "measure how a recipe scales over presets, devices and nodes"),
     },
 }  # fmt: skip
 _COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
-_START_PROCESSES = ("launch", "resume", "sweep", "submit", "doctor", "parity", "scale")
+_START_PROCESSES = ("launch", "resume", "sweep", "submit", "doctor", "audit", "parity", "scale", "verify", "replay", "bisect")
 """Commands that take the environment and a function to print messages with."""
 
 

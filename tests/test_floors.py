@@ -86,6 +86,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "os.environ": {
             "app.train",
             "app.distributed.numerics",
+            "app.audit.recorder",  # it runs a user's script
             "app.checks.doctor",
             "app.environment.slurm_variables",
             "benchmarks.case",
@@ -131,6 +132,13 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
     for words, rooms in allowed.items():
         users = {name for name, file in modules().items() if words in file.read_text()}
         assert users <= rooms, f"{words} is used in {users - rooms}"
+
+
+def test_a_training_run_imports_nothing_of_the_audit() -> None:
+    """It is started by name: by the table of commands, and as a program by itself."""
+    users = {name for name, file in modules().items() if "app.audit" in file.read_text()}
+    assert {name for name in users if not name.startswith("app.audit.")} == {"launch.cli"}
+    assert not any(name.startswith("app.audit") for name in imports(modules()["launch.cli"]))
 
 
 def test_a_newcomer_finds_rooms_and_not_a_heap() -> None:

@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 20_700,
-    "files of app, launch and samerun": 152,
-    "code lines of tests": 18_500,
+    "code lines of app, launch and samerun": 22_400,
+    "files of app, launch and samerun": 161,
+    "code lines of tests": 19_600,
     "code lines of benchmarks": 1_200,
-    "words of docs": 26_500,
+    "words of docs": 27_500,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

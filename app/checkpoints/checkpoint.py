@@ -38,7 +38,7 @@ from app.optim import schedule
 from app.optim.schedule import Length
 from app.optim.steps import SpikeGuard
 from app.recipe import recipe_file, task_file
-from app.recipe.schema import Recipe
+from app.recipe.schema import Recipe, skipped_upto
 from app.runs.claim import Claim
 
 NEVER, AUTO = "never", "auto"
@@ -46,6 +46,8 @@ NEVER, AUTO = "never", "auto"
 _LENGTH = frozenset({"train.epochs", "train.steps", "train.stop_after_evaluations_without_gain"})
 _STOPPING = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_steps", "train.max_validation_samples"})
 """Keys that affect training only through early stopping."""
+_SKIP = "train.skip_steps"
+"""Key that may change beyond the step of the checkpoint."""
 _MOST_DIFFERENCES = 20
 """Differences in an error."""
 _NO_KEY = "no such key"
@@ -96,7 +98,7 @@ class Checkpoints:
     def is_due(self, step: int, *, is_last: bool, scores: Evaluation | None) -> bool:
         """Return whether the recipe asks for a checkpoint after this step; `scores` are from its evaluation, if any."""
         wanted = self._recipe.checkpoint
-        if wanted.every_steps is not None and step % wanted.every_steps == 0:
+        if any(every is not None and step % every == 0 for every in (wanted.every_steps, wanted.keep_every)):
             return True
         return (is_last and wanted.are_wanted) or self._is_best(scores)
 
@@ -174,8 +176,8 @@ class Checkpoints:
                 if is_main:
                     claim.sync()  # the steps are recorded before the checkpoint counts
                     saved = files.commit(claim, step, entries, state=state, buffers=buffers, frozen=self._frozen)
-                    best = state["best"]["step"] if state["best"] else None
-                    files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
+                    best, keep = state["best"]["step"] if state["best"] else None, self._recipe.checkpoint
+                    files.prune(claim, saved, keep_last=keep.keep_last, keep_step=best, keep_every=keep.keep_every)
         except Exception as error:
             # All ranks have a SamerunError; any other error is a fault of the program, perhaps of this rank alone.
             with ranks.together() if isinstance(error, SamerunError) else suppress(SamerunError):
@@ -316,7 +318,7 @@ def check_same_run(
     before, now = {**defaults, **state["recipe"]}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         values["task"] = task_file.name_of(values["task"])
-    may_change = recipe_file.marked("not_learnt", recipe.task) | recipe_file.marked("places", recipe.task) | _LENGTH
+    may_change = recipe_file.marked("not_learnt", recipe.task) | recipe_file.marked("places", recipe.task) | _LENGTH | {_SKIP}
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING
     pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]
@@ -341,6 +343,11 @@ def check_same_run(
         raise CheckpointError(
             f"{folder} is at step {step}, and this run has only {length.total_steps} steps: give train.steps={step} or more, "
             "or --resume from an earlier checkpoint with another --run-dir."
+        )
+    if skipped_upto(before[_SKIP], step) != skipped_upto(now[_SKIP], step):
+        raise CheckpointError(
+            f"{folder} is at step {step}, and {_SKIP} was {before[_SKIP]} and is {now[_SKIP]}, which differ in steps that were "
+            "taken already: change later steps only, or give --resume an earlier checkpoint, with another --run-dir."
         )
     train = replace(recipe.train, epochs=before.get("train.epochs"), steps=before.get("train.steps"))
     steps_before = schedule.total_steps(train, steps_per_epoch=length.steps_per_epoch)

@@ -317,8 +317,10 @@ def discard(claim: Claim, folder: Path) -> None:
             claim.take_away(folder)
 
 
-def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
-    """Keep the checkpoint `latest`, the keep_last - 1 before it, and the one of `keep_step`; remove the other older ones.
+def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None = None, keep_every: int | None = None) -> None:
+    """Keep the checkpoint `latest` and the keep_last - 1 before it; remove the other older ones.
+
+    Those of `keep_step` and of the multiples of `keep_every` steps are kept too, if given.
 
     Checkpoints of later steps, from before a resume further back, neither count nor are removed: they may be damaged, and
     counting them would remove good ones. The run replaces them when it reaches their steps. Raises CheckpointError.
@@ -326,7 +328,7 @@ def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None =
     assert keep_last >= 1
     older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
     for path in older[keep_last - 1 :]:
-        if _step(path) != keep_step:
+        if _step(path) != keep_step and (keep_every is None or _step(path) % keep_every):
             discard(claim, path)
 
 

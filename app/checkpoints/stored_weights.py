@@ -142,6 +142,8 @@ def _open_file(path: Path) -> StoredWeights:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _open_pickle(path)
+    if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
+        raise CheckpointError(f"{path} is damaged, or not weights: it does not begin as a file of torch.save does")
     file = TensorFile(path)
     return {
         name: StoredTensor(shape, torch_dtype(file.dtypes[name]), partial(file.read_into, name))

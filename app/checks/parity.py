@@ -144,7 +144,8 @@ def case_of(
     each = "--processes-per-node" if detect.find(environment) else "--processes"
     argv = ["--run-dir", str(run_dir), "--recipe", options.recipe, "--preset", variant.preset, "--trackers", "none"]
     argv += ["--nodes", "1", each, str(variant.processes), *options.overrides, f"train.steps={options.steps}"]
-    argv += [f"train.max_micro_batch={size // parts}", "train.evaluate_every_epochs=0", "log.every_steps=1"]
+    argv += [f"train.max_micro_batch={size // parts}", "train.skip_steps=null", "train.evaluate_every_epochs=0"]
+    argv.append("log.every_steps=1")
     case = RunCase(str(variant) if run_dir.name == str(variant) else f"{run_dir.name} ({variant})", run_dir, argv)
     return "; ".join(cases.problems(case, environment)) or case
 

@@ -291,6 +291,12 @@ class SamplePart:
         return permute(indices + self.start, size=len(self.whole), seed=self.seed, epoch=0, purpose="validation")
 
     @property
+    def name(self) -> Callable[[int], str] | None:
+        """Returns the name of a sample by its index; None if `whole` has no names."""
+        name = getattr(self.whole, "name", None)
+        return None if name is None else lambda index: str(name(int(self._places(np.array([index]))[0])))
+
+    @property
     def count(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Returns the counts of samples by their indices, as `app.task.Task` describes; None if `whole` has none."""
         count = getattr(self.whole, "count", None)

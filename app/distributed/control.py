@@ -60,6 +60,8 @@ class Request:
 
 
 NOTHING = Request()
+REPLAYED = Request(stop=True)
+"""The last step of a replay is done: it stops without a checkpoint."""
 _MINUTES = Request("checkpoint.every_minutes have passed")
 _SAVE_FILE = Request(f"the file {run_folder.SAVE} was found")
 _SIGNALS = {
@@ -91,6 +93,8 @@ class Control:
         self._next_look, self._stride = 0, 1
         self._step_ended_s: float | None = None
         self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
+        self.replay_until: int | None = None
+        """The last step of a replay, after which it stops; None: this is no replay."""
 
     def __enter__(self) -> Control:
         self._terminals = host.terminals()
@@ -122,6 +126,8 @@ class Control:
         After the last step it is nothing, because the run ends anyway. Raises RunFolderError, on all ranks, if another
         start of the run has taken the run folder over.
         """
+        if step == self.replay_until:
+            return REPLAYED
         now_s, before_s = time.monotonic(), self._step_ended_s
         if before_s is not None:  # the very first step may contain a compilation
             self._step_s = max(self._step_s, now_s - before_s)

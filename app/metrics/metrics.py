@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -32,8 +32,8 @@ _AT_ONCE = 64
 class Losses:
     """This process's part of the summed loss, and of the task's own sums, since they were last taken."""
 
-    def __init__(self, device: torch.device, *, with_sums: bool = True) -> None:
-        """`with_sums`: whether the task's own sums are wanted."""
+    def __init__(self, device: torch.device, *, with_sums: bool = True, step_passes: int | None = None) -> None:
+        """`with_sums`: whether the task's own sums are wanted; `step_passes`: passes of a step, if `take_steps` is called."""
         self._device, self._with_sums = device, with_sums
         self.names: tuple[str, ...] | None = None
         """Names of the task's sums; known after the first pass."""
@@ -42,6 +42,7 @@ class Losses:
         """Mean loss and its count of each pass that is not added up yet, and both numbers of each of the task's sums."""
         self._skipped: list[Tensor | bool] = []
         """For each of these passes, whether its step was skipped."""
+        self._step_passes, self._steps = step_passes, [torch.zeros(2, 0, dtype=torch.float64, device=device)]
 
     def add(self, loss: Loss) -> None:
         """Add the loss of one forward pass."""
@@ -70,9 +71,18 @@ class Losses:
         taken, self._taken = self._taken, torch.zeros_like(self._taken)
         return taken
 
+    def take_steps(self) -> Tensor:
+        """Return the summed loss and its count of each computed step since the last call, skipped or not, float64 [2, S]."""
+        if self._passes:
+            self._add_up()
+        taken, self._steps = torch.cat(self._steps, 1), self._steps[:1]
+        return taken
+
     def _add_up(self) -> None:
         means, counts, *sums = (self._stacked(column) for column in zip(*self._passes, strict=True))
         table = torch.stack([torch.where(counts > 0, means * counts, 0.0), counts, *sums])
+        if self._step_passes:
+            self._steps.append(table[:2].view(2, -1, self._step_passes).sum(2))
         if any(skipped is not False for skipped in self._skipped):
             table = table.masked_fill(self._stacked(self._skipped).bool(), 0.0)
         self._taken = self._taken + table.sum(1)
@@ -114,11 +124,12 @@ class Metrics:
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
         self.skipped_in_row = 0
-        """Consecutive skipped steps, up to the last log."""
+        """Consecutive skipped steps, up to the last log, without those that the recipe skips."""
         self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
-        self._record_samples = log.samples
+        self._record_samples, self._record_steps = log.samples, log.each_step
         self._samples: list[int] = []
-        self._losses = Losses(runtime.device, with_sums=log.train_scores)
+        step_passes = runtime.plan.accumulation if log.each_step else None
+        self._losses = Losses(runtime.device, with_sums=log.train_scores, step_passes=step_passes)
         self.units = UnitCounts(unit)
         # Numbers of the samples that this process was fed, on the device: of this step, and of steps that have no digest yet.
         self._batches: list[Tensor] = []
@@ -128,14 +139,17 @@ class Metrics:
         """Steps that the ledger does not have yet."""
         self._grad_norm = math.nan
         self._skipped: list[int] = []
-        """Skipped steps since the last line."""
+        """Skipped steps since the last line, without those that the recipe skips."""
+        self._by_recipe: list[int] = []
+        """Steps since the last line that the recipe skips."""
         self._written_s: float | None = None
         self._logged_steps, self._logged = first_step, NOTHING
         self._recorded_steps, self._recorded = first_step, NOTHING
 
-    def add(self, loss: Loss, samples: torch.Tensor) -> None:
-        """Take in one forward pass over B samples: its loss, and their numbers, int64 [B]."""
-        self._losses.add(loss)
+    def add(self, loss: Loss | None, samples: torch.Tensor) -> None:
+        """Take in one forward pass over B samples: its loss (None: it is not computed), and their numbers, int64 [B]."""
+        if loss is not None:
+            self._losses.add(loss)
         self._batches.append(samples)
         if self._record_samples:
             self._samples += self._runtime.gather_rows(samples).tolist()
@@ -169,7 +183,8 @@ class Metrics:
         samples = steps * self._global_batch_size
         (loss_sum, counted, *sums), readings = self._read(self._losses.take(), since, samples=samples)
         counts = self.units.take()
-        expected = sum(count for at, count in enumerate(counts, start=self._logged_steps + 1) if at not in self._skipped)
+        without = {*self._skipped, *self._by_recipe}
+        expected = sum(count for at, count in enumerate(counts, start=self._logged_steps + 1) if at not in without)
         if counted != expected:
             raise TrainingError(
                 f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
@@ -189,7 +204,7 @@ class Metrics:
             "samples_seen": step * self._global_batch_size,
             **self.units.seen,
             "epoch": epoch,
-            "loss": loss if len(self._skipped) < steps else None,
+            "loss": loss if len(without) < steps else None,
             **scores,
             "learning_rate": learning_rate,
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
@@ -201,7 +216,7 @@ class Metrics:
             "saving_held_s": since.held_s,
             "saving_written_s": self._written_s,
         }
-        self._skipped, self._written_s = [], None
+        self._skipped, self._by_recipe, self._written_s = [], [], None
         self._logged_steps, self._logged = step, spent
         self._write(run_folder.METRICS, line, shown=line)
         return line
@@ -256,10 +271,15 @@ class Metrics:
         first, device = self._recorded_steps + 1, self._runtime.device
         verdicts = [torch.as_tensor(taken.skipped, dtype=torch.float32, device=device) for taken in self._unrecorded]
         skipped: list[int] = []
+        by_recipe = [step for step, taken in enumerate(self._unrecorded, start=first) if taken.by_recipe]
         for step, is_skipped in enumerate(torch.stack(verdicts).tolist(), start=first):
-            self.skipped_in_row = self.skipped_in_row + 1 if is_skipped else 0
-            skipped += [step] if is_skipped else []
+            if step not in by_recipe:
+                self.skipped_in_row = self.skipped_in_row + 1 if is_skipped else 0
+                skipped += [step] if is_skipped else []
         self._skipped += skipped
+        self._by_recipe += by_recipe
+        if self._record_steps:
+            self._write_steps(first, {*skipped, *by_recipe})
         self._grad_norm = float(self._unrecorded[-1].grad_norm)
         if self._fed:
             self._digest()
@@ -271,12 +291,25 @@ class Metrics:
             last=self._recorded_steps + len(digests),
             digests=tuple(map(ledger.as_text, digests)),
             skipped=tuple(skipped),
+            skipped_by_recipe=tuple(by_recipe),
             training_s=since.training_s,
             waiting_s=since.phases_s["data_wait"],
         )
         self._append(run_folder.LEDGER, ledger.line(steps))
         self._unrecorded, self._digests = [], []
         self._recorded_steps, self._recorded = steps.last, spent
+
+    def _write_steps(self, first: int, skipped: Collection[int]) -> None:
+        """Write a line of steps.jsonl for each step that has ended, from step `first` on. All ranks call it."""
+        sums = self._losses.take_steps()
+        norms = [torch.as_tensor(taken.grad_norm, dtype=torch.float64, device=sums.device) for taken in self._unrecorded]
+        computed = iter((self._runtime.reduce(sums) if sums.numel() else sums).T.tolist())
+        for step, (taken, norm) in enumerate(zip(self._unrecorded, torch.stack(norms).tolist(), strict=True), start=first):
+            loss_sum, count = (math.nan, 1.0) if taken.by_recipe else next(computed)
+            found = {"loss": loss_sum / max(count, 1.0), "gradient_norm": norm}
+            known = {name: value if math.isfinite(value) else None for name, value in found.items()}
+            line = {"step": step, **known, "learning_rate": taken.learning_rate, "skipped": step in skipped}
+            self._append(run_folder.STEPS, line)
 
     def _digest(self) -> None:
         self._digests.append(ledger.digest(torch.stack(self._fed)))

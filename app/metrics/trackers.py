@@ -303,4 +303,5 @@ class SamplePreviews:
             return
         count = min(self._count, len(batch["samples"]))
         name, picture = self._task.preview(batch, count)
-        self._trackers.log_image(name, picture, step=step + 1)
+        if not isinstance(picture, str):
+            self._trackers.log_image(name, picture, step=step + 1)

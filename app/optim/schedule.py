@@ -29,7 +29,8 @@ class Length:
 def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size: int) -> Length:
     """Return the length of a run over `dataset_size` training samples in global batches of `global_batch_size` samples.
 
-    Raises DataError if there are fewer samples than one global batch holds, and RecipeError for epochs of too many steps.
+    Raises DataError if there are fewer samples than one global batch holds, and RecipeError for epochs of too many steps and
+    for steps to skip that are not in the run, or are all of it.
     """
     steps_per_epoch = dataset_size // global_batch_size
     if steps_per_epoch == 0:
@@ -41,6 +42,11 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
     length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
     if length.total_steps > MOST_STEPS:
         raise RecipeError(f"train.epochs is {train.epochs}, or {length.total_steps:,} steps: give at most {MOST_STEPS:,}.")
+    spans, steps = [[*span] for span in train.skip_steps or ()], length.total_steps
+    if spans and spans[-1][1] > steps + 1:
+        raise RecipeError(f"train.skip_steps is {spans}, and the run has {steps:,} steps: skip only steps of the run.")
+    if sum(end - first for first, end in spans) == steps:
+        raise RecipeError(f"train.skip_steps is {spans}, all {steps:,} steps of the run: leave some to train.")
     return length
 
 

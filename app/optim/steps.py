@@ -53,6 +53,9 @@ class Step(NamedTuple):
     """Norm of the whole gradient, before clipping; a tensor is a scalar on the device."""
     skipped: torch.Tensor | bool
     """True if it was skipped; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels expect it."""
+    learning_rate: float
+    by_recipe: bool = False
+    """True if `train.skip_steps` has it: nothing was computed, and the norm is NaN."""
 
 
 class Steps:
@@ -149,9 +152,9 @@ class Steps:
         if self._engine is not None:
             self._engine.step()  # clips, skips what is not finite, and frees the gradient
             norm = float(self._engine.get_global_grad_norm())
-            step = Step(norm, not norm < self._spikes.limit or bool(self.optimizer.step_was_skipped))
+            step = Step(norm, not norm < self._spikes.limit or bool(self.optimizer.step_was_skipped), learning_rate)
         else:
-            step = self._take_unless_spoilt()
+            step = Step(*self._take_unless_spoilt(), learning_rate)
             for parameter in self._parameters:
                 parameter.grad = None
         self._last_norm = step.grad_norm
@@ -159,13 +162,19 @@ class Steps:
         self._lap("optimizer")
         return step
 
+    def skip(self, learning_rate: float) -> Step:
+        """Return the outcome of a step that the recipe skips, and change nothing. All ranks call it instead of `take`."""
+        self._spikes.see(None, skipped=True)
+        return Step(math.nan, True, learning_rate, by_recipe=True)
+
     @property
     def verdict(self) -> str:
         """The norm of the last step's gradient, and the limit it was compared with, in words."""
         norm, limit = float(self._last_norm), float(self._spikes.limit)
         return f"its gradient norm is {norm:.3g}" + (f", and a spike from {limit:.3g} on" if math.isfinite(limit) else "")
 
-    def _take_unless_spoilt(self) -> Step:
+    def _take_unless_spoilt(self) -> tuple[torch.Tensor | float, torch.Tensor | bool]:
+        """Return the norm of the gradient, and whether the step was skipped, as `Step` has them."""
         if self._scaler is not None:
             self._scaler.unscale_(self._own)
         norm = self._norm_and_clip()
@@ -182,13 +191,25 @@ class Steps:
                 self._own.step()
         if self._scaler is not None:
             self._scaler.update()
-        return Step(norm, skipped)
+        return norm, skipped
+
+    def take_norm(self) -> float:
+        """Return the norm of the gradient of the passes since the last step, and free it. Not for DeepSpeed."""
+        norm = float(self._gradients_and_norm()[1]) / (self._scaler.get_scale() if self._scaler is not None else 1.0)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return norm
 
     def _norm_and_clip(self) -> torch.Tensor | float:
-        """Return the norm of the gradient before clipping: a float if the host needs it, else a scalar on the device.
+        """Return the norm of the gradient before clipping: a float if the host needs it, else a scalar on the device."""
+        gradients, norm = self._gradients_and_norm()
+        if self._clip_norm is not None:  # as torch's clip_grads_with_norm_ does
+            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0]))
+        return norm.item() if self._looks else norm
 
-        Of a sharded gradient each rank adds what it holds, and each element counts once.
-        """
+    def _gradients_and_norm(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return what this rank holds of the gradient, and the norm of the whole, in which each element counts once."""
         gradients: list[torch.Tensor] = []
         norms: list[torch.Tensor] = []
         for parameters in self._by_copies.values():
@@ -200,10 +221,7 @@ class Steps:
             norm: torch.Tensor = self._accelerator.reduce(torch.stack(squares).sum(), "sum").sqrt()
         else:
             (norm,) = norms
-        if self._clip_norm is not None:  # as torch's clip_grads_with_norm_ does
-            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0]))
-        return norm.item() if self._looks else norm
+        return gradients, norm
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -248,12 +266,16 @@ class SpikeGuard:
         self.limit: torch.Tensor | float = math.inf
         """Only norms below it are accepted; NaN and infinity are not."""
 
-    def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
-        """Take in the gradient norm of the run's next step (a scalar), and whether it was skipped (as `Step.skipped`)."""
+    def see(self, norm: torch.Tensor | float | None, *, skipped: torch.Tensor | bool) -> None:
+        """Take in the gradient norm of the run's next step (a scalar; None: not computed), and if it was skipped, as in `Step`.
+
+        A step without a norm counts as a step, so that a resumed run updates the limit at the same steps.
+        """
         if self._factor is None:
             return
         self._steps += 1
-        self._new.append((norm, skipped))
+        if norm is not None:
+            self._new.append((norm, skipped))
         if self._steps % _EVERY == 0:
             self._kept, self._new = self._all()[-_WINDOW:], []
             count, median = (~self._kept.isnan()).sum(), self._kept.nanmedian()

@@ -78,6 +78,8 @@ class Kind:
     """Number of elements of a list; 0: at least one. None: no list."""
     limits: Range | None = None
     """Range of the number, or of each number of a list."""
+    pairs: bool = False
+    """True if each element of a list is a pair."""
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
@@ -87,6 +89,8 @@ class Kind:
             return replace(cls.of(arguments[0]), limits=arguments[1])
         if origin is Literal:
             return cls(str, choices=arguments)
+        if origin is tuple and get_origin(arguments[0]) is tuple:
+            return replace(cls.of(arguments[0]), length=0, pairs=True)
         if origin is tuple:
             return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
         if origin in (types.UnionType, Union):
@@ -100,6 +104,8 @@ class Kind:
             words = f"one of {', '.join(self.choices)}"
         elif self.length is not None:
             words = f"a list of {self.length or ''} {plural}".replace("  ", " ")
+        if self.pairs:
+            words = f"a list of pairs of {plural} such as [[10, 20], [30, 31]]"
         return f"{words} or null" if self.optional else words
 
     def read(self, node: yaml.Node) -> Any:
@@ -109,10 +115,12 @@ class Kind:
         if self.scalar is dict and isinstance(node, yaml.MappingNode):
             return plain(node)
         with suppress(ValueError):
+            if self.pairs and isinstance(node, yaml.SequenceNode) and node.value:
+                return tuple(replace(self, length=2, optional=False, pairs=False).read(item) for item in node.value)
             if self.length is None:
                 return self._read_scalar(node)
             items = tuple(map(self._read_scalar, _items(node)))
-            if items and self.length in (0, len(items)):
+            if items and self.length in (0, len(items)) and not self.pairs:
                 return items
         near = did_you_mean(node.value, self.choices) if self.choices and is_plain(node) else ""
         if self.scalar is float and re.fullmatch(r"0,\d+", str(node.value)):
@@ -178,12 +186,12 @@ def is_null(node: yaml.Node) -> bool:
     return is_plain(node) and node.value.lower() in ("", "~", "null", "none")
 
 
-def shown(node: yaml.Node) -> str:
+def shown(node: yaml.Node, depth: int = 0) -> str:
     """Return the node on one line, for a message."""
     if isinstance(node, yaml.ScalarNode):
         return (node.value or "empty") if is_plain(node) else repr(node.value)
-    if isinstance(node, yaml.SequenceNode):  # one level only: with an alias, a list can contain itself
-        return "[" + ", ".join(shown(item) if isinstance(item, yaml.ScalarNode) else "..." for item in node.value) + "]"
+    if isinstance(node, yaml.SequenceNode):  # two levels only: with an alias, a list can contain itself
+        return "..." if depth > 1 else "[" + ", ".join(shown(item, depth + 1) for item in node.value) + "]"
     return "a mapping"
 
 

@@ -102,7 +102,10 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     for key, kind in kinds(recipe.task).items():
         value = attrgetter(key)(recipe.sections if key.partition(".")[0] in own_sections(recipe.task) else recipe)
         if value is not None:
-            value = kind.scalar(value) if kind.length is None else [kind.scalar(element) for element in value]
+            if kind.pairs:
+                value = [[kind.scalar(number) for number in pair] for pair in value]
+            else:
+                value = kind.scalar(value) if kind.length is None else [kind.scalar(element) for element in value]
         values[key] = value
     return values
 

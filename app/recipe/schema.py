@@ -17,8 +17,9 @@ Standard library only: it is read on login nodes, before torch is there.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -75,6 +76,10 @@ class TrainRecipe:
     max_gradient_spike: Annotated[float | None, Range(gt=1)] = 1000.0
     """A step is skipped as a spike if its gradient norm is more than N times the median norm of the last 128 steps, or of the
     first 64 if that is greater. Checked from step 65 on. None: off."""
+    skip_steps: tuple[tuple[int, int], ...] | None = None
+    """Steps to skip, in half-open ranges: [[5300, 5320]] skips steps 5300 to 5319, as metrics.jsonl numbers them. Their global
+    batches are read but not applied: weights, optimizer state and moving average do not change, the learning rate advances.
+    None: none."""
     ema_decay: Annotated[float | None, Range(gt=0, le=1)] = None
     """Decay per step of an exponential moving average (EMA) of the weights. The average is what is evaluated and exported.
     None: off."""
@@ -103,6 +108,10 @@ class TrainRecipe:
     """Allow one process per node to download the published weights of train.init_from."""
     freeze: tuple[str, ...] | None = None
     """Name patterns, such as features.*, of parameters to freeze. None: all are trained."""
+
+    def skips(self, step: int) -> bool:
+        """Return True if `skip_steps` has this step (from 1)."""
+        return any(first <= step < end for first, end in self.skip_steps or ())
 
     def takes_channels_last(self, *, tensor_cores: bool, preferred: bool) -> bool:
         """Return whether images are kept in channels-last order.
@@ -182,6 +191,9 @@ class LogRecipe:
     """Also report the training metrics that the task computes with its loss, such as the training accuracy."""
     samples: bool = False
     """Also write samples.jsonl: the sample indices of each step, in order. Costs one gather per step."""
+    each_step: bool = False
+    """Also write steps.jsonl: loss, gradient norm and learning rate of each step. They are written together with the lines of
+    metrics.jsonl, so steps do not wait for them."""
     examples: Annotated[int, NOT_NEGATIVE] = 16
     """Number of samples that TensorBoard and wandb show, as the model gets them, in the first steps of epochs 0, 1, 2, 4, ...
     A task that generates text shows its texts for at most 4 samples after each evaluation. 0: none."""
@@ -199,6 +211,8 @@ class CheckpointRecipe:
     """Save a checkpoint about every N minutes. None: not by time. With neither, checkpoints are saved only on request."""
     keep_last: Annotated[int, Range(ge=1)] = 2
     """Number of newest checkpoints to keep."""
+    keep_every: Annotated[int | None, POSITIVE] = None
+    """Also save a checkpoint every N steps, and keep all of these. None: off."""
     keep_best: bool = False
     """Also keep the best checkpoint: one is saved whenever the task's validation metric (for images the accuracy) is the best
     so far."""
@@ -206,7 +220,7 @@ class CheckpointRecipe:
     @property
     def are_wanted(self) -> bool:
         """True if checkpoints are saved; then the last step gets one too."""
-        return self.every_steps is not None or self.every_minutes is not None or self.keep_best
+        return self.keep_best or any((self.every_steps, self.every_minutes, self.keep_every))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +300,11 @@ class Recipe:
         return {**self.sections.inputs, **own}
 
 
+def skipped_upto(spans: Iterable[Iterable[int]] | None, step: int) -> list[list[int]]:
+    """Return the part of `train.skip_steps` up to a step."""
+    return [[first, min(end, step + 1)] for first, end in spans or () if first <= step]
+
+
 # Pairs of keys of which only one may be given: two units of the same duration.
 ALTERNATIVES = (
     ("train.epochs", "train.steps"),
@@ -301,6 +320,12 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "give one of them", *pair)
     if train.init_allow is not None and train.init_from is None:
         yield problem(recipe, "init_allow needs init_from", "train.init_allow", "train.init_from")
+    spans = train.skip_steps or ()
+    if any(first < 1 or first >= end for first, end in spans) or any(end > first for (_, end), (first, _) in pairwise(spans)):
+        words = "it must list ranges of steps from 1 on, each with its first step and the step after its last, in order"
+        yield problem(recipe, f"{words} and without overlap, as in [[10, 20], [30, 31]]", "train.skip_steps")
+    elif spans and train.steps is not None and spans[-1][1] > train.steps + 1:
+        yield problem(recipe, "skip only steps of the run", "train.skip_steps", "train.steps")
     group_size, because = recipe.sections.group_size, f"because {recipe.sections.why_grouped}"
     if train.global_batch_size % group_size:
         yield problem(recipe, f"it must be a multiple of {group_size}, {because}", "train.global_batch_size")

@@ -28,10 +28,11 @@ from app.reports.runs import Row, console, print_wrapped, text_of, write
 from app.runs import ledger, run_folder
 
 Pair = tuple[Any, Any]
-_ABSENT = "absent"
+ABSENT = "absent"
+"""A value that one of two runs lacks: a key that is newer than the run, for example."""
 _MOST_KEYS = 5  # that a sentence names
 DECIDING_STEPS = 100
-_EARLY_STEPS, _EARLY, _LATE = 20, 1e-5, 1e-4
+_EARLY_STEPS, EARLY, _LATE = 20, 1e-5, 1e-4
 """Largest relative difference of losses in the first steps, and in all that decide: upper bounds of what rounding grows to in a
 network with ReLU (docs/same-run.md)."""
 _ROUNDING, _ROUNDING_STEPS = 1e-6, 10
@@ -148,15 +149,15 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> 
     recipe = _different(_recipe(one), _recipe(other)) if one.recipe and other.recipe else None
     own = (key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str))  # of a user's task
     not_learnt = {*own, *(key for task in tasks.SHIPPED for key in recipe_file.marked("not_learnt", task))}
-    digests, other_digests = _digests(one), _digests(other)
+    first, second = digests(one), digests(other)
     found = Comparison(
         recipe=recipe,
         learnt=None if recipe is None else [key for key in recipe if key not in not_learnt],
         machines=_different(_machines(one), _machines(other)),
         results=_pairs(_results(one), _results(other)),
-        compared_steps=len(digests.keys() & other_digests.keys()),
-        samples_differ_at=_first_difference(digests, other_digests),
-        rates_differ_at=_first_difference(_learning_rates(one), _learning_rates(other)),
+        compared_steps=len(first.keys() & second.keys()),
+        samples_differ_at=_first_difference(first, second),
+        rates_differ_at=_first_difference(learning_rates(one), learning_rates(other)),
         losses=_loss_differences(one, other, tolerance=tolerance),
     )
     is_explained = not found.learnt and found.is_fed_the_same and found.losses.first_beyond is not None
@@ -185,7 +186,7 @@ def _recipe(run: PastRun) -> dict[str, Any]:
 
 
 def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) -> LossDifferences:
-    losses = [_losses_by_steps(run) for run in (one, other)]
+    losses = [losses_by_steps(run) for run in (one, other)]
     common = sorted((steps for steps in losses[0] if steps in losses[1]), key=lambda steps: steps[1])
     differences = [relative_difference(losses[0][steps], losses[1][steps]) for steps in common]
     ends = [last for _, last in common]
@@ -193,7 +194,7 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) 
     before = common[0][0] - 1 if common else 0
 
     def allowed(step: int) -> float:
-        return (_EARLY if step - before <= _EARLY_STEPS else _LATE) if tolerance is None else tolerance
+        return (EARLY if step - before <= _EARLY_STEPS else _LATE) if tolerance is None else tolerance
 
     beyond = next((end for end, found in zip(ends, differences, strict=True) if found > allowed(end)), None)
     # The first line decides, however many steps it covers.
@@ -227,17 +228,18 @@ def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int |
     return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
 
 
-def _digests(run: PastRun) -> dict[int, str]:
+def digests(run: PastRun) -> dict[int, str]:
     """Return the digest of the samples of each step that counts."""
     lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.StepSpan)]
     return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
 
 
-def _learning_rates(run: PastRun) -> dict[int, float]:
+def learning_rates(run: PastRun) -> dict[int, float]:
+    """Return the learning rate of each line, by its step."""
     return {line["step"]: line["learning_rate"] for line in run.metrics if isinstance(line.get("learning_rate"), float)}
 
 
-def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
+def losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
     """Return the loss of each line, by the steps of which it is the mean: those after the line before, or after a start."""
     starts = [event.from_step for event in ledger.counting(run.events) if isinstance(event, ledger.Start)]
     losses, previous = {}, 0
@@ -274,7 +276,7 @@ def _results(run: PastRun) -> dict[str, Any]:
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
-    return {key: (one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in {**one, **other}}
+    return {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in {**one, **other}}
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
@@ -311,7 +313,7 @@ def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
     for title, pairs in (tables | {"results": found.results}).items():
         rows: list[Row] = []
         for key, pair in (pairs or {}).items():
-            if _ABSENT not in pair:
+            if ABSENT not in pair:
                 unknown = "unknown" if title == "results" else "null"
                 values = (unknown if value is None else text_of(value) for value in pair)
                 row = {"": key, **dict(zip(names, values, strict=True))}
@@ -321,7 +323,7 @@ def _print_tables(runs: Sequence[PastRun], found: Comparison) -> None:
         if rows:
             write(rows)
         for name, missing in zip(names, (1, 0), strict=True):
-            if alone := [key for key, pair in (pairs or {}).items() if pair[missing] == _ABSENT]:
+            if alone := [key for key, pair in (pairs or {}).items() if pair[missing] == ABSENT]:
                 print_wrapped(f"only in {name}: {', '.join(alone)}")
     console(120).print(str(found), markup=False)
 

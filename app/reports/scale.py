@@ -100,6 +100,7 @@ def _plan(options: argparse.Namespace, out: Path, *, each: str) -> list[tuple[Si
     # A line in metrics.jsonl when the warm-up is over; the last step always has one.
     own += [f"log.every_steps={options.warm_up_steps}"]
     own += ["checkpoint.every_steps=none", "checkpoint.every_minutes=none", "checkpoint.keep_best=false"]
+    own += ["checkpoint.keep_every=none", "train.skip_steps=none"]  # a step to skip may be beyond the end
     reserved = {"train.epochs", "train.evaluate_every_steps", *(word.partition("=")[0] for word in own)}
     if given := [word for word in options.overrides if word.partition("=")[0].strip() in reserved]:
         raise RecipeError(f"{', '.join(given)} (command line): `samerun scale` sets this; use --steps and --warm-up-steps")

@@ -149,7 +149,8 @@ class Claim:
         Returns a sentence for each file of which lines had to be left out since they are broken. Raises RunFolderError.
         """
         complaints = []
-        for name in (run_folder.METRICS, run_folder.EVALUATIONS, run_folder.TEXTS, run_folder.SAMPLES, run_folder.LEDGER):
+        of_steps = (run_folder.METRICS, run_folder.EVALUATIONS, run_folder.TEXTS, run_folder.SAMPLES, run_folder.STEPS)
+        for name in (*of_steps, run_folder.LEDGER):
             lines = Lines(self.path / name)
             if (self.path / name).exists():
                 self._begin(name, _upto(lines, None if name == run_folder.LEDGER else step))

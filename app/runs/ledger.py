@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpan:
-    """Consecutive steps. All of them were fed; those in `skipped` were not applied: a gradient was not finite, or a spike."""
+    """Consecutive steps, all of which were fed. Those in `skipped` and `skipped_by_recipe` were not applied."""
 
     time: float = field(default_factory=_now)
     first: int
@@ -71,7 +71,9 @@ class StepSpan:
     digests: tuple[str, ...]
     """For each step `digest` of its samples, summed modulo 2**64, in hexadecimal."""
     skipped: tuple[int, ...] = ()
-    """The steps of which nothing was applied."""
+    """Steps of which a gradient was not finite, or a spike."""
+    skipped_by_recipe: tuple[int, ...] = ()
+    """Steps of `train.skip_steps`, of which nothing was computed."""
     training_s: float
     """Time spent since the line of steps before, or since the loop began, without evaluations and saves."""
     waiting_s: float
@@ -191,6 +193,7 @@ def _upto(event: Event, step: int) -> Event | None:
             last=step,
             digests=event.digests[:num_steps],
             skipped=tuple(skipped for skipped in event.skipped if skipped <= step),
+            skipped_by_recipe=tuple(skipped for skipped in event.skipped_by_recipe if skipped <= step),
             training_s=event.training_s * share,
             waiting_s=event.waiting_s * share,
         )

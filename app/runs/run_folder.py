@@ -7,6 +7,7 @@
     evaluations.jsonl one line per evaluation: of the validation split on the way, of the test split at the end
     texts.jsonl       what the task shows after evaluations on the way: texts that the model wrote, each with its title
     samples.jsonl     with log.samples: the samples of each step
+    steps.jsonl       with log.each_step: loss, gradient norm and learning rate of each step
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/runs/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
     frozen/           the parameters that are not trained, once for all checkpoints, which name them by their digest
@@ -51,7 +52,7 @@ from app.files.text_files import Lines, is_count, is_finite, opened, parsed
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
-TEXTS = "texts.jsonl"
+TEXTS, STEPS = "texts.jsonl", "steps.jsonl"
 PREDICTIONS = "predictions.json"
 MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
 PROGRAMS = {"torch": "model.pt2", "onnx": "model.onnx"}

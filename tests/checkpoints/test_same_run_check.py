@@ -44,6 +44,8 @@ def check(run_dir: Path, *overrides: str, without: tuple[str, ...] = (), before:
          "optim.groups was {'*': {'lr_factor': 3.0}, 'head.*'"),
         (("train.epochs=null", "train.steps=5"), {},
          "is at step 110, and this run has only 5 steps: give train.steps=110 or more"),
+        (("train.skip_steps=[[110,112]]",), {"train.skip_steps": [[111, 112]]},
+         "is at step 110, and train.skip_steps was [[111, 112]] and is [[110, 112]], which differ in steps that were taken"),
     ],
 )  # fmt: skip
 def test_another_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], before: dict[str, Any], words: str) -> None:
@@ -62,6 +64,9 @@ def test_keys_that_do_not_affect_training_and_the_length_can_differ(tmp_path: Pa
     assert check(tmp_path, without=older) == same
     assert check(tmp_path, f"optim.groups={GROUPS}", before={"optim.groups": GROUPS}) == same
     assert check(tmp_path, "train.epochs=null", "train.steps=220") == same
+    skipping = ("train.skip_steps=[[90,112],[120,130]]",)
+    assert check(tmp_path, *skipping, before={"train.skip_steps": [[90, 115]]}) == same
+    assert check(tmp_path, "train.skip_steps=[[111,112]]", without=("train.skip_steps",)) == same
     constant = {"optim.schedule": "constant"}
     assert check(tmp_path, "train.epochs=20", "optim.schedule=constant", before=constant) == same
     assert check(tmp_path, "train.epochs=20").note == (

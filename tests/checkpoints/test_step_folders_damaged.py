@@ -92,14 +92,15 @@ def test_pruning_keeps_the_last_checkpoints_and_does_not_count_later_steps(tmp_p
         save_small(tmp_path, step)
     (tmp_path / "checkpoints" / "notes").mkdir()
 
-    def left(latest: int, *, keep_last: int, keep_step: int | None = None) -> list[int]:
-        prune(claim(tmp_path), path_of(tmp_path, latest), keep_last=keep_last, keep_step=keep_step)
+    def left(latest: int, *, keep_last: int, **kept: int) -> list[int]:
+        prune(claim(tmp_path), path_of(tmp_path, latest), keep_last=keep_last, **kept)
         return [int(path.name.removeprefix("step-")) for path in committed(tmp_path)]
 
     assert left(3, keep_last=1, keep_step=1) == [100_000_000, 99_999_999, 3, 1]
     save_small(tmp_path, 2)
     assert left(3, keep_last=2) == [100_000_000, 99_999_999, 3, 2]
     assert left(3, keep_last=1) == left(100_000_000, keep_last=9) == [100_000_000, 99_999_999, 3]
+    assert left(100_000_000, keep_last=1, keep_every=3) == [100_000_000, 99_999_999, 3]
     assert left(100_000_000, keep_last=1) == [100_000_000]
     assert (tmp_path / "checkpoints" / "notes").exists()
 

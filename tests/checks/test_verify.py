@@ -54,8 +54,8 @@ def write(run_dir: Path, events: list[Event]) -> None:
         ours.append("ledger.jsonl", ledger.line(event))
 
 
-def verdict_of(events: list[Event]) -> Verdict:
-    return examine(events, seed=3, global_batch_size=8)
+def verdict_of(events: list[Event], skip_steps: tuple[tuple[int, int], ...] = ()) -> Verdict:
+    return examine(events, seed=3, global_batch_size=8, skip_steps=skip_steps)
 
 
 HISTORY: dict[str, tuple[list[Event], bool, str]] = {
@@ -92,6 +92,14 @@ def test_the_verdict(events: list[Event], is_good: bool, sentence: str) -> None:
     verdict = verdict_of(events)
     assert verdict.is_good is is_good
     assert sentence in str(verdict).splitlines()
+
+
+def test_steps_that_the_recipe_skips_are_no_others() -> None:
+    events: list[Event] = [start(0, 9), steps(1, 5, skipped_by_recipe=(4, 5)), start(4, 9), steps(5, 7)]
+    assert verdict_of(events, ((4, 5), (8, 9))).is_good, "step 5 is repeated without, and step 8 not yet taken"
+    wrong = verdict_of(events, ((2, 4), (6, 7)))
+    assert not wrong.is_good
+    assert "4 steps were skipped or computed in contradiction to train.skip_steps: 2-4, 6" in str(wrong)
 
 
 def test_every_second_of_a_run_that_was_killed_is_in_its_part() -> None:

@@ -39,6 +39,7 @@ ANSWERS = {
     "Can I resume with another learning rate?": "docs/faq.md#can-i-resume-with-another-learning-rate",
     "What may I change on a resume?": "docs/checkpoints.md#what-may-change-on-a-resume",
     "How do I log to wandb?": "docs/runs.md#trackers",
+    "My own Accelerate script differs on two GPUs": "docs/audit.md#causes",
     "Are these two runs the same?": "docs/runs.md#comparing-two-runs",
     "How do I push a model to the hub?": "docs/faq.md#how-do-i-share-a-run-or-a-model",
 }

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.optim.schedule import Length, first_step_by_length, length_in_steps, lr_at
 from app.recipe.schema import OptimRecipe, TrainRecipe
 
@@ -98,3 +98,6 @@ def test_length(train, steps):
 def test_data_smaller_than_one_global_batch():
     with pytest.raises(DataError, match=r"63 samples.*has 64.*train\.global_batch_size to 63"):
         length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
+    for end, words in ((22, r"is \[\[1, 22\]\], and the run has 20 steps"), (21, r"is \[\[1, 21\]\], all 20 steps of the run")):
+        with pytest.raises(RecipeError, match=words):
+            length_in_steps(TrainRecipe(epochs=2, skip_steps=((1, end),)), dataset_size=640, global_batch_size=64)

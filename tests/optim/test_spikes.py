@@ -23,7 +23,7 @@ SPIKE, SAVED, STEPS = 76, 70, 82  # the saved norms end between two renewals of 
 RECIPE = (
     "--recipe", "digits", f"train.steps={STEPS}", f"train.max_gradient_spike={FACTOR}", "model.norm=identity",
     "optim.clip_norm=null", "train.ema_decay=0.9", "log.every_steps=1", f"checkpoint.every_steps={SAVED}",
-    "train.evaluate_every_epochs=0",
+    "train.evaluate_every_epochs=0", "log.each_step=true",
 )  # fmt: skip
 
 
@@ -93,6 +93,18 @@ def test_a_resumed_run_comes_to_the_same_verdicts(norms: list[float], saved: int
         assert before + verdicts(second, norms[saved:], on_device=on_device) == plain_verdicts(norms)
 
 
+def test_steps_that_the_recipe_skips_do_not_feed_the_guard(norms: list[float]) -> None:
+    for on_device in (False, True):
+        guard, found = SpikeGuard(FACTOR), list[bool]()
+        for at in range(0, 480, 48):  # the limit is updated within, at the end of and after the skipped steps
+            found += verdicts(guard, norms[at : at + 28], on_device=on_device)
+            for _ in range(20):
+                guard.see(None, skipped=True)
+        spoilt = [math.inf if step % 48 >= 28 else norm for step, norm in enumerate(norms[:480])]
+        assert found == [is_spike for step, is_spike in enumerate(plain_verdicts(spoilt)) if step % 48 < 28]
+        assert sum(found) > 3
+
+
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -140,6 +152,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert norms[SPIKE - 1] > 1e4 * max(norms[: SPIKE - 1])
     assert math.isfinite(norms[SPIKE - 1])
     assert lines[SPIKE - 1]["loss"] is None
+    each = read_lines(folder / "steps.jsonl")
+    assert [line["gradient_norm"] for line in each] == norms
+    assert [line["loss"] for line in each if not line["skipped"]] == [line["loss"] for line in lines if line["loss"]]
+    assert each[SPIKE - 1]["skipped"]
+    assert each[SPIKE - 1]["loss"] > 1e4
     assert lines[-1]["loss"] < 0.5
     return folder
 

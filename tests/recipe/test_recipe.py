@@ -68,6 +68,8 @@ VALUES = [
     ("data.path", '"null"', "null"),
     ("data.mean", "[0.1]", (0.1,)),
     ("optim.decay_epochs", "1, 2.5,3e1", (1.0, 2.5, 30.0)),
+    ("train.skip_steps", "[[5, 9], [10, 11]]", ((5, 9), (10, 11))),
+    ("train.skip_steps", "null", None),
     ("optim.settings", "{amsgrad: true}", {"amsgrad": True}),
     ("optim.groups", '{"*.b": {lr_factor: 2}, c: {weight_decay: 0}}', {"*.b": {"lr_factor": 2.0}, "c": {"weight_decay": 0.0}}),
 ]
@@ -112,6 +114,10 @@ WRONG = [
     ("data.train_split", "[a]", "text"),
     ("optim.schedule", "cos", "one of cosine, step, constant; did you mean cosine?"),
     ("optim.groups", "[a]", 'a mapping such as {"name": 0.1} or null'),
+    *(
+        ("train.skip_steps", text, "a list of pairs of whole numbers such as [[10, 20], [30, 31]] or null")
+        for text in ("5", "[5, 9]", "[[5, 9], [10]]", "[[5, 9, 12]]", "[[5, a]]")
+    ),
 ]
 
 
@@ -166,6 +172,11 @@ WORDS: dict[str, str] = {
     "optim.nesterov=true optim.momentum=0": "optim.nesterov is true and optim.momentum is 0.0: nesterov needs a momentum",
     "task=causal_lm augment.flip=1": "there is no such key; a recipe has seed, task, data, model, train, optim, ",
     "profile.steps=20:10": 'profile.steps is "20:10": it must be the first and the last step to record',
+    "train.skip_steps=[[0,2]]": "train.skip_steps is [[0, 2]]: it must list ranges of steps from 1 on, each with its first",
+    "train.skip_steps=[[2,2]]": "train.skip_steps is [[2, 2]]: it must list",
+    "train.skip_steps=[[4,6],[1,3]]": "in order and without overlap, as in [[10, 20], [30, 31]] (command line)",
+    "train.skip_steps=[[1,4],[3,6]]": "in order and without overlap",
+    "train.skip_steps=[[1,4],[8,12]] train.steps=10": "and train.steps is 10: skip only steps of the run",
     "train.init_allow=a.*": 'train.init_allow is ["a.*"] and train.init_from is null: init_allow needs init_from',
     "data.image_size=9 data.resize_size=3": "is 3 and data.image_size is 9: resize_size must be at least image_size",
     "augment.resized_crop_min_area=0.5": "and data.image_size is null: give data.image_size, the size in pixels of the crop",

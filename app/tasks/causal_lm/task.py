@@ -169,6 +169,11 @@ class CausalLM(Task):
         tokenizer = store.stored_tokenizer(self._sections.data.path)
         return [] if tokenizer is None else generate.samples(model, batch["input_ids"], tokenizer)
 
+    def preview(self, batch: Batch, limit: int) -> tuple[str, str]:
+        """Return the text of rows, or their tokens where the tokenizer is not stored with the text."""
+        tokenizer, rows = store.stored_tokenizer(self._sections.data.path), batch["input_ids"][:limit].tolist()
+        return "rows", "\n".join(tokenizer.decode(row) if tokenizer else " ".join(map(str, row)) for row in rows)
+
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:  # noqa: ARG002
         """Raise RecipeError: files are not what a language model continues."""
         raise RecipeError("this is the run of a language model, which continues a text: samerun generate RUN TEXT")

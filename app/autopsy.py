@@ -1,0 +1,68 @@
+"""Loss and gradient norm of each sample of a step, alone, with the weights before it: `samerun replay RUN --step K --samples`.
+
+Runs in the process of a replay (`app/checks/replay.py`), in place of the loop: it takes the loop's own passes, in micro-batches
+of one sample, or of one group where a task's samples depend on each other, and takes no step.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from app.data.samples import Batch, Samples
+from app.distributed.control import REPLAYED
+from app.loop import Ended, Training, take_pass
+from app.optim import parameter_groups
+from app.task import Task, overrides
+
+_MOST_SHOWN = 8
+"""Samples that are shown."""
+_MOST_NUMBERS = 24
+"""Numbers of a field that are shown of a sample without a picture or a text."""
+
+
+def examine(run: Training, samples: Samples, file: Path) -> Ended:
+    """Write loss and gradient norm of each sample or group of the next step into a JSON file, the largest norm first.
+
+    A number that is not finite becomes null, and comes first.
+    """
+    parameter_groups.set_training(run.model, mode=True)
+    worst: list[tuple[float, int, Batch]] = []
+    rows: list[dict[str, Any]] = []
+    with run.feed:
+        for number, (batch, _) in enumerate(run.feed.passes(run.first_step)):
+            found = {"loss": float(take_pass(run, batch, 1.0).mean), "gradient_norm": run.steps.take_norm()}
+            size = -found["gradient_norm"] if math.isfinite(found["gradient_norm"]) else -math.inf
+            finite = {name: it if math.isfinite(it) else None for name, it in found.items()}
+            rows.append({"samples": [int(it) % len(samples) for it in batch["numbers"]], **finite, "order": size})
+            worst = sorted([*worst, (size, number, batch)], key=lambda it: it[:2])[:_MOST_SHOWN]
+    for _, number, batch in worst:
+        rows[number] |= _preview(run.task, samples, batch)
+    ordered = sorted(rows, key=lambda row: float(row.pop("order")))
+    file.write_text(json.dumps({"step": run.first_step + 1, "rows": ordered}))
+    return Ended(run.first_step, REPLAYED)
+
+
+def _preview(task: Task, samples: Samples, batch: Batch) -> dict[str, str]:
+    """Return the names of these samples, if they have some, and their picture, PNG in base64, or else their numbers as text."""
+    name = getattr(samples, "name", None)
+    found = {"name": ", ".join(name(int(it) % len(samples)) for it in batch["numbers"])} if name else {}
+    if overrides(task, "preview"):
+        shown, file = task.preview(batch, len(batch["samples"]))[1], io.BytesIO()
+        if isinstance(shown, str):
+            return {**found, "text": shown}
+        Image.fromarray(shown).save(file, format="PNG")
+        return {**found, "picture": base64.b64encode(file.getvalue()).decode()}
+    lines = []
+    for field, values in batch.items():
+        if isinstance(values, torch.Tensor) and field != "samples":
+            first = " ".join(f"{number:.6g}" for number in values.flatten()[:_MOST_NUMBERS].tolist())
+            lines.append(f"{field}: {first}{' ...' * (values.numel() > _MOST_NUMBERS)}")
+    return {**found, "text": "\n".join(lines)}
