@@ -288,7 +288,7 @@ def follows(shape: Sequence[float], other: Sequence[float], speed: float) -> boo
 
 def _end_alike(shape: Sequence[float], other: Sequence[float], growth: float) -> bool:
     """Return True if both schedules come to the same end with the training, though they begin apart, as by a fixed warm-up."""
-    step = max(abs(one - next_one) for each in (shape, other) for one, next_one in itertools.pairwise(each[-4:]))
+    step = max(abs(one - next_one) for each in (shape, other) for one, next_one in itertools.pairwise(each[-2:]))
     return abs(shape[-1] - other[-1]) <= growth * step and max(other[-2:]) > 1e-9
 
 

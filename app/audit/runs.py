@@ -203,8 +203,13 @@ class AuditedRun:
     @property
     def batch(self) -> float:
         """Samples of a step, over all ranks; samples that all ranks have count once."""
-        rows = [[step.samples("rows") for step in steps] for steps in self.steps]
-        return statistics.median(sum(it[0].values()) if it[1:] == it[:-1] else sum(one.total() for one in it) for it in rows)
+
+        def size(steps: list[Step]) -> int:
+            rows = [step.samples("rows") for step in steps]
+            counts = [step.samples("indices").total() or one.total() for step, one in zip(steps, rows, strict=True)]
+            return counts[0] if rows[1:] == rows[:-1] else sum(counts)
+
+        return statistics.median(map(size, self.steps))
 
     def loss(self, index: int) -> float:
         """Return the mean loss of a step's micro-batches over all ranks."""

@@ -96,10 +96,10 @@ def test_tokens_and_what_counts_are_those_of_trl(
     theirs = trl_makes(tmp_path / "trl", tokenizers[name], rows)
     assert ours(tmp_path, tokenizers[name], rows) == theirs
     said = capsys.readouterr().out
-    assert f" examples truncated to {LENGTH + 1} tokens" in said
+    assert f"\nexamples truncated to {LENGTH + 1} tokens: " in said
     if name == "text":
         assert len(theirs) == len(PAIRS) - 1, "one has no room for its answer"
-        assert "1 examples without an answer left out" in said
+        assert "examples without an answer left out: 1" in said
 
 
 def test_without_marks_the_answers_are_the_additional_tokens(tokenizers: dict[str, str]) -> None:
