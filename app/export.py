@@ -28,7 +28,7 @@ from app import options, tasks
 from app.checkpoints import step_folders, tensor_file
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
-from app.errors import CheckpointError, RunFolderError, printable
+from app.errors import CheckpointError, RunFolderError, UsageError, printable
 from app.files.atomic_files import disk_errors, file_made_whole, sync
 from app.files.text_files import Lines
 from app.init.region import AVERAGE, WEIGHT
@@ -61,30 +61,33 @@ def main(argv: Sequence[str]) -> int:
         out = run / "exported" / f"{folder.name}{'-adapter' if options.adapter else ''}"
     if out.is_file() and out.suffix != ".safetensors":
         raise RunFolderError(f"--out {out} is a file: give a folder, or one that ends in .safetensors for the weights alone.")
+    if options.replayed and (options.adapter or out.suffix == ".safetensors"):
+        raise UsageError("--replayed is for the model card, which is written with a folder of the whole model")
+    replayed = _replayed(options.replayed) if options.replayed else ""
     if options.to is not None:
         _check_program(options, reader, out)
-        written = _export_with_program(reader, out, to=options.to, key=key, force=options.force)
+        written = _export_with_program(reader, out, to=options.to, key=key, force=options.force, replayed=replayed)
     elif options.adapter:
         written = export_adapter(reader, out, key=key, force=options.force)
     else:
-        written = export(reader, out, key=key, force=options.force)
+        written = export(reader, out, key=key, force=options.force, replayed=replayed)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
     sys.stdout.write(f"{printable(str(where))}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
     return 0
 
 
-def export(reader: Reader, out: Path, *, key: str, force: bool = False, program: str = "") -> list[Path]:
+def export(reader: Reader, out: Path, *, key: str, force: bool = False, program: str = "", replayed: str = "") -> list[Path]:
     """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, an index last.
 
     They go into the folder `out`, with the files that rebuild the model, or alone into the file `out` if it ends in
-    .safetensors. `program` is the model card's text about a program next to them.
+    .safetensors. `program` is the model card's text about a program next to them, `replayed` about replayed steps.
 
     Raises RunFolderError if a file already exists and is not to be replaced, CheckpointError if a disk refuses, DataError if a
     file that belongs next to them no longer exists.
     """
     alone = out.suffix == ".safetensors"
-    folder, others = (out.parent, dict[str, bytes]()) if alone else (out, _other_files(reader, program))
+    folder, others = (out.parent, dict[str, bytes]()) if alone else (out, _other_files(reader, program, replayed))
     contents = reader.contents(key)
     if (adapters := _adapters(reader)) is not None:
         from app.checkpoints import stored_weights  # adds up with torch, which nothing else here needs
@@ -123,7 +126,7 @@ def _check_replacing(paths: Sequence[Path], *, force: bool) -> None:
         raise RunFolderError(f"{', '.join(map(str, existing))} exists already: choose another --out, or replace it by --force.")
 
 
-def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool) -> list[Path]:
+def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool, replayed: str) -> list[Path]:
     """Write the weights and a program that computes the same as the model; neither if its outputs differ."""
     from app.checkpoints import programs, stored_weights  # with torch, which nothing else here needs
 
@@ -133,7 +136,7 @@ def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force:
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
         about, usage = programs.write(*stored_weights.load(Path(aside, "weights")), made, to=to)
-        weights = export(reader, out, key=key, force=force, program=usage)
+        weights = export(reader, out, key=key, force=force, program=usage, replayed=replayed)
         with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
             sync(out)
@@ -176,7 +179,7 @@ def _task(values: Mapping[str, Any]) -> Any:
     return tasks.of(recipe_file.build({key: tuple(it) if isinstance(it, list) else it for key, it in values.items()}))
 
 
-def _other_files(reader: Reader, program: str) -> dict[str, bytes]:
+def _other_files(reader: Reader, program: str, replayed: str) -> dict[str, bytes]:
     """Return the files that rebuild the model, and those that the task's library needs, by name."""
     state = reader.state
     task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
@@ -186,6 +189,7 @@ def _other_files(reader: Reader, program: str) -> dict[str, bytes]:
         "steps": state["step"],
         "scores": _scores(run, state["step"]),
         **({"program": program} if program else {}),
+        "replayed": replayed or None,
         "run": run_folder.read_json(run / run_folder.RUN) if (run / run_folder.RUN).exists() else {},
     }
     files = {
@@ -201,6 +205,25 @@ def _other_files(reader: Reader, program: str) -> dict[str, bytes]:
         if overrides(made := _task(state["model"]["recipe"]), "export_files"):
             files |= made.export_files(facts, info)
     return files
+
+
+def _replayed(file: Path) -> str:
+    """Return how many steps of a run were replayed, as the card has it. Raises UsageError if the file does not say so."""
+    try:
+        values = json.loads(file.read_bytes())
+        is_good, steps, count, largest = (
+            values["verified"],
+            values["last_step"],
+            *map(values["replayed"].get, ("steps", "largest")),
+        )
+        text = f"{count:,} of {steps:,} steps, largest difference {largest:.1e}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--replayed {file}: expected the output of `samerun verify RUN --replay N --json` ({error})"
+        ) from error
+    if not is_good:
+        raise UsageError(f"--replayed {file}: the run was not verified")
+    return text
 
 
 def _scores(run: Path, step: int) -> dict[str, float]:
@@ -256,5 +279,7 @@ def _parser() -> Parser:
                         "model's")  # fmt: skip
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter (model.lora_rank), as a folder "
         "that peft loads (default: the weights with the adapter merged into them)")  # fmt: skip
+    parser.add_argument("--replayed", type=Path, metavar="FILE", help="output of `samerun verify RUN --replay N --json`, for a "
+        "line in the model card")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser

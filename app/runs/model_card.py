@@ -103,6 +103,7 @@ def _training(weights: Mapping[str, Any]) -> str:
         "recipe": run.get("recipe"),
         "global batch": recipe["train.global_batch_size"],
         "steps": weights["steps"],
+        "replayed": weights.get("replayed"),
         "seed": recipe["seed"],
         "preset": run.get("preset"),
         "processes": run.get("world_size"),

@@ -15,11 +15,12 @@ import pytest
 import torch
 from processes import ONE_THREAD, REPOSITORY, Finished, Started, read, read_lines, train
 
+from app import export
 from app.checkpoints import step_folders
 from app.checkpoints.step_folders import Reader
 from app.checks.bisect import first_difference
 from app.checks.replay import SAME, Record, walks
-from app.errors import RunFolderError
+from app.errors import RunFolderError, UsageError
 from app.init.region import Piece, Region
 from app.reports.compare import compare
 from app.runs.claim import claim
@@ -274,10 +275,17 @@ def test_steps_around_skipped_ones_are_the_same(own: Path) -> None:
     assert max(lines.values()) < SAME
 
 
-def test_random_steps_are_verified(own: Path) -> None:
+def test_random_steps_are_verified_and_a_line_of_the_model_card(own: Path, tmp_path: Path) -> None:
     code, found = answer("verify", own, "--replay", "1")
     assert (code, found["replayed"]["steps"]) == (0, 1)
     assert found["replayed"]["largest"] < SAME
+    (tmp_path / "replayed.json").write_text(json.dumps(found))
+    words = [str(own), "--out", str(tmp_path / "out"), "--replayed", str(tmp_path / "replayed.json")]
+    assert export.main(words) == 0
+    assert f"| replayed | 1 of {found['last_step']} steps, largest difference " in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "replayed.json").write_text(json.dumps({**found, "verified": False}))
+    with pytest.raises(UsageError, match="was not verified"):
+        export.main([*words, "--force"])
 
 
 CASES = [
