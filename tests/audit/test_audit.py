@@ -29,8 +29,7 @@ from app.errors import UsageError
 HERE = Path(__file__).parent / "scripts"
 ENTRIES = {entry["name"]: entry for entry in yaml.safe_load((HERE / "faults.yaml").read_text())}
 # Between them each kind of run (accumulation, --resume-args, --config-file) and causes 1, 3, 5, 7, 9, 11, 12, 13 and 14.
-RING = ("resume", "loader_not_prepared", "config_multi_gpu", "mean_of_micro_batches", "schedule_and_accuracy",
-        "clipping_and_saving", "order_and_scheduler")  # fmt: skip
+RING = ("resume", "loader_not_prepared", "mean_of_micro_batches", "schedule_and_accuracy", "clipping_and_saving")
 QUOTED = "clipping_and_saving"
 """The script whose output is in docs/audit.md, as train.py."""
 AUDIT = [sys.executable, "-P", "-m", "launch.cli", "audit"]
@@ -227,9 +226,12 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("script", "sentence", "line"), SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "sentence", "line"),
+    [pytest.param(*it, id=name, marks=pytest.mark.slow if name in ("an error", "no step") else pytest.mark.long)
+     for name, it in SCRIPTS.items()],
+)  # fmt: skip
 def test_a_script_that_cannot_be_audited_gets_a_sentence_after_its_own_error(
     script: str, sentence: str, line: str, tmp_path: Path
 ) -> None:
