@@ -111,7 +111,7 @@ def test_the_table_has_every_cause_and_the_ring_is_in_it() -> None:
     named = {cause for entry in ENTRIES.values() for cause in (*entry["causes"], *entry.get("notes", []))}
     assert named == set(range(1, 16))
     assert set(RING) < ENTRIES.keys()
-    assert {1, 3, 7, 9, 12, 14} < {cause for name in RING for cause in ENTRIES[name]["causes"]}
+    assert {1, 3, 7, 9, 12, 14} <= {cause for name in RING for cause in ENTRIES[name]["causes"]}
     page = (REPOSITORY / "docs" / "audit.md").read_text()
     assert [cause for cause in range(1, 17) if f"\n{cause}. " not in page] == []
 
