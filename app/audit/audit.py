@@ -104,11 +104,14 @@ class _Audit:
         advice = 'give --resume-args "--resume {dir}" with the option of the script'
         if not (is_trainer or resume_args or "load_state" in self.source):
             return [f"Resuming was not judged: {advice}."]
-        if not any(0 < event["step"] < len(reference.steps) for event in reference.first.all("save")):
+        steps = [event["step"] for event in reference.first.all("save") if 0 < event["step"] < len(reference.steps)]
+        if not steps:
             return ["Resuming was not judged: the script saves no checkpoint before its last step."]
-        running = self.start("1 process, stopped after a checkpoint", crash_after_save=True)
+        starts = {one.from_step for one in reference.first.passes}
+        at = next((step for step in steps if step not in starts), steps[0])  # within an epoch, if it saves there
+        running = self.start("1 process, stopped after a checkpoint", crash_after=at)
         stopped = running.wait()
-        saves = [event for event in stopped.first.all("save") if event["step"]]
+        saves = [event for event in stopped.first.all("save") if event["step"] == at]
         path = next((event for event in saves if event["by"] != "torch.save"), saves[0])["path"]
         words = shlex.split((resume_args or "").replace("{dir}", shlex.quote(path)))
         script = replace(self.script, arguments=[*self.script.arguments, *words])

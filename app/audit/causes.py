@@ -393,7 +393,8 @@ def _resume(reference: AuditedRun, stopped: AuditedRun, resumed: AuditedRun) -> 
     """Compare the first steps of a resumed run with those of the undisturbed run after the checkpoint."""
     saves = [event for event in stopped.first.all("save") if event["step"]]
     loads = {str(event["path"]) for event in resumed.first.all("load")}
-    at = next((event for event in saves if event["path"] in loads), saves[0])["step"]
+    end = len(stopped.steps) - 2  # it crashed two steps after the checkpoint
+    at = next((it for it in saves if it["path"] in loads or (not loads and it["step"] == end)), saves[-1])["step"]
     if not resumed.steps or at >= len(reference.steps):
         yield Finding(13, f"A run resumed after step {at} takes {len(resumed.steps)} steps, where the undisturbed run takes "
                       f"{len(reference.steps) - at} more.", at)  # fmt: skip

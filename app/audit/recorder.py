@@ -8,7 +8,7 @@ sample. ORDERS is a JSON object, all but the first of whose keys are optional:
 - `divide`: factor by which batch sizes are divided, by the place where the script builds a DataLoader;
 - `accumulation`: factor of gradient_accumulation_steps; `rates`: learning rates of the parameter groups at each step;
 - `fixed_order`: RandomSampler permutes by the number of the epoch, not by the state of torch's generator;
-- `resume`: checkpoint that a transformers Trainer resumes from; `crash_after_save`: end two steps after the first checkpoint.
+- `resume`: checkpoint that a transformers Trainer resumes from; `crash_after`: end two steps after this one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import os
 import runpy
 import select
@@ -166,8 +167,7 @@ class Recorder:
         self.orders: Mapping[str, Any] = {}
         self.file: TextIO = Path(os.devnull).open("w")  # noqa: SIM115 - until this process ends
         # depth: backward passes that are running, as Accelerator.backward calls Tensor.backward.
-        # saved_at: step of the first checkpoint after step 0; 0: none yet.
-        self.step = self.depth = self.saved_at = 0
+        self.step = self.depth = 0
         self.loaders: dict[str, int] = {}
         """DataLoaders by place, and how many were built there."""
         self.norms: set[str] = set()
@@ -245,7 +245,6 @@ class Recorder:
     def saved(self, path: str | os.PathLike[str], *, by: str) -> None:
         """Record a checkpoint."""
         self.write("save", path=str(Path.cwd() / path), by=by)
-        self.saved_at = self.saved_at or self.step
 
     def _data(self) -> None:
         signature = inspect.signature(DataLoader.__init__)
@@ -384,7 +383,7 @@ class Recorder:
 
     def _steps(self) -> None:
         def before(optimizer: Optimizer, *_: Any) -> None:
-            if self.orders.get("crash_after_save") and 0 < self.saved_at <= self.step - 2:
+            if self.step - 2 >= self.orders.get("crash_after", math.inf):
                 os._exit(CRASHED)
             groups, rates = optimizer.param_groups, self.orders.get("rates", [])
             parameters = [one for group in groups for one in group["params"]]
