@@ -13,14 +13,14 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from app.audit import job_script
 from app.audit.causes import CHANGES, Evidence, Finding, follows, judge, schedule
-from app.audit.runs import SCRATCH, Running, Script, Server
+from app.audit.runs import SCRATCH, Running, Script
 from app.errors import UsageError
 from app.options import Parser, above_zero, positive, wrapped
 from app.reports.past_run import print_text
@@ -28,7 +28,6 @@ from app.reports.past_run import print_text
 _STRUCTURAL = (3, 4, 5, 8, 9, 14, 16)
 """Causes that need no comparison of numbers, so they show in an unseeded script."""
 _FLAGS = ("--json", "-h", "--help", "--full-traceback")
-_LIBRARIES = ("accelerate", "datasets", "numpy", "peft", "torch", "torchvision", "transformers", "trl")
 
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
@@ -41,9 +40,9 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     evidence = None
     if words:
         script = Script(words[0], words[1:], module, options.steps, options.tail, options.timeout, options.config_file)
-        source, modules = _source(script)
-        with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder, closing(Server(environment, modules)) as server:
-            evidence = _Audit(script, source, Path(folder), server, say).run(options.resume_args)
+        source = _source(script)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder, ExitStack() as ends:
+            evidence = _Audit(script, source, Path(folder), environment, say, ends).run(options.resume_args)
         found += [one for one in judge(evidence) if not evidence.unseeded or one.cause in _STRUCTURAL]
     return _report(found, evidence, as_json=options.json)
 
@@ -55,16 +54,21 @@ class _Audit:
     script: Script
     source: str
     folder: Path
-    server: Server
+    environment: Mapping[str, str]
     say: Callable[[str], None]
+    ends: ExitStack
+    """It ends what still runs when the audit ends."""
 
     def start(self, name: str, processes: int = 1, *, script: Script | None = None, **orders: Any) -> Running:
         self.say(f"running: {name}")
-        return Running(self.server, script or self.script, name, processes, self.folder / re.sub(r"\W+", "-", name), **orders)
+        folder = self.folder / re.sub(r"\W+", "-", name)
+        running = Running(script or self.script, name, processes, folder, self.environment, **orders)
+        self.ends.callback(running.end)
+        return running
 
     def run(self, resume_args: str | None) -> Evidence:
         """Run the script in all ways that it allows. Raises UsageError if it cannot be audited."""
-        first, second = self.start("1 process"), self.start("1 process again", is_fresh=True)
+        first, second = self.start("1 process"), self.start("1 process again")
         reference, again = first.wait(), second.wait()
         if not reference.ranks or not reference.first.all("accelerator"):
             raise UsageError(f"{self.script.name} builds no Accelerator and no Trainer: an audit records Accelerate")
@@ -157,10 +161,8 @@ def _meaning(evidence: Evidence) -> list[str]:
         lines.append(f"The batch is {each if other_size > size else f'global: {size:g} samples per step'}.")
         (_, shape), (_, other) = schedule(evidence.reference), schedule(evidence.natural)
         if max(shape) - min(shape) > 1e-12:
-            kinds = {"steps": 1.0, "samples": other_size / size}
-            kind = next(
-                (f"of {kind}" for kind, speed in kinds.items() if follows(shape, other, speed)), "that depends on processes"
-            )
+            kinds = {"of steps": 1.0, "of samples": other_size / size}
+            kind = next((it for it, speed in kinds.items() if follows(shape, other, speed)), "that depends on processes")
             lines.append(f"The learning rate is a function {kind}.")
     if evidence.held:
         lines.append("Gradients are compared with the same global batch and the same learning rates.")
@@ -176,23 +178,25 @@ def _split(argv: list[str]) -> tuple[list[str], list[str], bool]:
     return argv[:index], argv[index + is_module :], is_module
 
 
-def _source(script: Script) -> tuple[str, list[str]]:
-    """Return the text of a script, and the known libraries that it imports. Raises UsageError if it cannot be audited."""
+def _source(script: Script) -> str:
+    """Return the text of a script. Raises UsageError if it cannot be audited."""
+    own = Path(*script.name.split("."))  # a module, in the working folder first, as `python -m` does
+    files = [own.with_suffix(".py"), own / "__main__.py"] if script.module else [Path(script.name)]
     try:
-        own = Path(*script.name.split("."))  # of the working folder first, as `python -m` does
-        files = [own.with_suffix(".py"), own / "__main__.py"] if script.module else [Path(script.name)]
-        if not any(file.is_file() for file in files) and script.module and (spec := importlib.util.find_spec(script.name)):
-            files.append(Path(spec.origin or ""))
-        text = next((file for file in files if file.is_file()), files[0]).read_text()
-        tree = ast.parse(text)
+        if script.module and not any(map(Path.is_file, files)) and (spec := importlib.util.find_spec(script.name)):
+            files = [Path(spec.origin or "")]
+        text = next(filter(Path.is_file, files), files[0]).read_text()
+        ast.parse(text)
     except (OSError, ValueError, SyntaxError, ImportError) as error:
         raise UsageError(f"{script.name} cannot be read as a Python script: {error}") from error
-    names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    roots = {name.partition(".")[0] for name in names}
-    if roots & {"lightning", "lightning_fabric", "pytorch_lightning"} and not roots & {"accelerate", "transformers", "trl"}:
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    if imported & {"lightning", "lightning_fabric", "pytorch_lightning"} and not imported & {
+        "accelerate",
+        "transformers",
+        "trl",
+    }:
         raise UsageError(f"{script.name} is written for Lightning, and an audit records Hugging Face Accelerate")
-    return text, sorted(name for name in names if name.partition(".")[0] in _LIBRARIES)
+    return text
 
 
 def _parser() -> Parser:

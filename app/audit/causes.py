@@ -126,8 +126,8 @@ def judge(evidence: Evidence) -> list[Finding]:
         what = "2 processes started, and each has accelerator.num_processes == 1: each trains a model on all data."
         collect(iter([Finding(5, what if natural.ranks[1:] else "2 processes were requested and 1 started.")]))
     else:
-        faults = collect(_not_prepared(natural), _no_exchange(natural), _initial_weights(natural), _clipping_alone(natural),
-            _same_order(natural), _metrics(one, natural), _shared_files(natural), _rates(one, natural))  # fmt: skip
+        faults = collect(_not_prepared(natural), _exchange(natural), _initial_weights(natural), _same_order(natural),
+            _metrics(one, natural), _shared_files(natural), _rates(one, natural))  # fmt: skip
         if 3 not in faults:  # else every process reads all samples
             faults = collect(_epoch_ends(one, natural))
     if evidence.held and not faults & {3, 4, 6, 8, 9}:
@@ -163,15 +163,19 @@ def _not_prepared(run: AuditedRun) -> Iterator[Finding]:
                           f"of {count} samples in the first epoch.", 1)  # fmt: skip
 
 
-def _no_exchange(run: AuditedRun) -> Iterator[Finding]:
+def _exchange(run: AuditedRun) -> Iterator[Finding]:
+    """Find replicas that do not exchange gradients, and gradients that are clipped before the exchange."""
     is_prepared = bool(run.first.all("model"))
     why = "the forward pass goes around the prepared model, or no_sync is always on" if is_prepared else "it is not prepared"
-    for index, (first, second) in enumerate(run.steps):
+    for index, (first, second) in enumerate(run.steps, 1):
         if first.event["sync"] is False:
             return
         parted = difference(first.event["gradient"], second.event["gradient"]) > _SAME
         if parted or not (is_prepared or first.samples("rows") != second.samples("rows")):
-            yield Finding(4, f"The replicas of the model do not exchange gradients: {why}.", index + 1)
+            yield Finding(4, f"The replicas of the model do not exchange gradients: {why}.", index)
+        elif first.clips and second.clips and relative_difference(first.norm, second.norm) > _SAME:
+            yield Finding(9, f"Gradients are clipped at {first.clips[-1][1]['place']} before the processes exchange them "
+                          f"(norms {first.norm:.6g} and {second.norm:.6g}).", index)  # fmt: skip
 
 
 def _initial_weights(run: AuditedRun) -> Iterator[Finding]:
@@ -207,14 +211,6 @@ def _clipping(run: AuditedRun) -> Iterator[Finding]:
             if step.batches and seen != len(step.batches):
                 yield Finding(9, f"Gradients are clipped at {event['place']} after {seen} of {len(step.batches)} backward "
                               "passes: the limit applies to a part of the gradient.", index + 1)  # fmt: skip
-
-
-def _clipping_alone(run: AuditedRun) -> Iterator[Finding]:
-    for index, (first, second) in enumerate(run.steps):
-        is_exchanged = difference(first.event["gradient"], second.event["gradient"]) <= _SAME
-        if first.clips and second.clips and is_exchanged and relative_difference(first.norm, second.norm) > _SAME:
-            yield Finding(9, f"Gradients are clipped at {first.clips[-1][1]['place']} before the processes exchange them "
-                          f"(norms {first.norm:.6g} and {second.norm:.6g}).", index + 1)  # fmt: skip
 
 
 def _epoch_ends(one: AuditedRun, natural: AuditedRun) -> Iterator[Finding]:

@@ -13,21 +13,19 @@ sample. ORDERS is a JSON object, all but the first of whose keys are optional:
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import importlib
 import inspect
 import json
 import math
 import os
 import runpy
-import select
 import shutil
 import signal
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -44,50 +42,9 @@ from app.audit.runs import CRASHED
 
 _LIBRARIES = ("accelerate", "contextlib", "datasets", "functools", "torch", "transformers", "trl")
 """Packages whose frames are not the place where a script does something."""
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 _NO_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn")
 Method = Callable[..., Any]
-
-
-def main() -> None:
-    """Install the recorder, then run the script of the arguments, or with --serve the ones of the requests on stdin."""
-    recorder, words = Recorder(), sys.argv[1:]
-    if words[0] == "--serve":
-        serve(recorder, words[1:])
-    else:
-        recorder.run(json.loads(words[0]), words[1:])
-
-
-def serve(recorder: Recorder, modules: Sequence[str]) -> None:
-    """Fork a process for each request, so that libraries are imported once. Requests are lines of JSON, answers pids."""
-    for name in modules:
-        with suppress(ImportError):  # the script reports it
-            importlib.import_module(name)
-    exits: dict[int, str] = {}
-    while True:
-        if select.select([0], [], [], 0.05)[0]:
-            if not (line := sys.stdin.buffer.raw.readline()):  # type: ignore[union-attr]
-                break
-            request = json.loads(line)
-            if not (pid := os.fork()):
-                os.setpgid(0, 0)
-                os.chdir(request["folder"])
-                os.environ.clear()
-                os.environ.update(request["environment"])
-                for target, file in enumerate((os.devnull, os.devnull, request["errors"])):
-                    os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), target)
-                if request["command"]:
-                    os.execve(sys.executable, request["command"], os.environ)  # noqa: S606
-                torch.seed()  # as in a process that imports it
-                recorder.run(request["orders"], request["words"])
-            exits[pid] = request["exit"]
-            os.write(1, f"{pid}\n".encode())
-        with suppress(ChildProcessError):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                Path(exits.pop(pid)).write_text(f"{os.waitstatus_to_exitcode(status)}\n")
-    for pid in exits:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def wrap(owner: Any, *names: str) -> Callable[[Method], Method]:
@@ -145,9 +102,7 @@ def rows_of(batch: Any) -> tuple[list[int], dict[str, list[int]]]:
     """
     tensors = dict(tensors_of(batch))
     digests = [0] * max(map(len, tensors.values()), default=0)
-    masks = [
-        it for it in tensors.values() if it.ndim == 2 and ((it == 0) | (it == 1)).all() and (it.double().diff() <= 0).all()
-    ]
+    masks = [it for it in tensors.values() if it.ndim == 2 and ((it == 0) | (it == 1)).all() and (it.int().diff() <= 0).all()]
     for tensor in tensors.values():
         values = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         for row in range(len(digests)) if len(tensor) == len(digests) else ():
@@ -162,10 +117,10 @@ def rows_of(batch: Any) -> tuple[list[int], dict[str, list[int]]]:
 class Recorder:
     """The events of one rank."""
 
-    def __init__(self) -> None:
-        """Wrap what is recorded. Nothing is written before `run`."""
-        self.orders: Mapping[str, Any] = {}
-        self.file: TextIO = Path(os.devnull).open("w")  # noqa: SIM115 - until this process ends
+    def __init__(self, orders: Mapping[str, Any]) -> None:
+        """Open the record of this rank, and wrap what is recorded."""
+        self.orders, record = orders, Path(f"{orders['record']}-{os.environ.get('RANK', '0')}.jsonl")
+        self.file: TextIO = record.open("w", buffering=1)
         # depth: backward passes that are running, as Accelerator.backward calls Tensor.backward.
         self.step = self.depth = 0
         self.loaders: dict[str, int] = {}
@@ -189,13 +144,12 @@ class Recorder:
             self.write(event, by=name, place=place(), **values(*args, **kwargs))
             return original(*args, **kwargs)
 
-    def run(self, orders: Mapping[str, Any], words: Sequence[str]) -> NoReturn:
+    def run(self, words: Sequence[str]) -> NoReturn:
         """Run a script as Python would, and end this process."""
-        self.orders, record = orders, Path(f"{orders['record']}-{os.environ.get('RANK', '0')}.jsonl")
-        self.file = record.open("w", buffering=1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.environ.pop("PYTHONSAFEPATH", None)  # for the start of this process only
         torch.set_num_threads(1)  # the same sums in every process
-        sys.argv, is_module, code = [*words], orders.get("module"), 0
+        sys.argv, is_module, code = [*words], self.orders["module"], 0
         sys.path.insert(0, str(Path.cwd() if is_module else Path(words[0]).resolve().parent))
         for name in [name for name in sys.modules if name.partition(".")[0] == "app"]:
             del sys.modules[name]  # a script can have a package of this name
@@ -228,7 +182,7 @@ class Recorder:
             target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             if isinstance(target, str | os.PathLike):
                 self.written(os.fspath(target))
-                self.saved(target, by="torch.save")
+                self.write("save", path=str(Path.cwd() / target), by="torch.save")
             return original(*args, **kwargs)
 
     def written(self, path: str, *, keeps: bool = False) -> None:
@@ -241,10 +195,6 @@ class Recorder:
             if keeps and target.exists():
                 shutil.copyfile(target, path)
         self.write("write", path=str(Path.cwd() / path))
-
-    def saved(self, path: str | os.PathLike[str], *, by: str) -> None:
-        """Record a checkpoint."""
-        self.write("save", path=str(Path.cwd() / path), by=by)
 
     def _data(self) -> None:
         signature = inspect.signature(DataLoader.__init__)
@@ -351,7 +301,7 @@ class Recorder:
         @wrap(Accelerator, "save_state")
         def save_state(original: Method, *args: Any, **kwargs: Any) -> Any:
             path = original(*args, **kwargs)
-            self.saved(path, by="save_state")
+            self.write("save", path=str(Path.cwd() / path), by="save_state")
             return path
 
         self.watch("model", Accelerator, "prepare_model", lambda _, model, *__, **___: {"weights": sums(model.parameters())})
@@ -370,7 +320,8 @@ class Recorder:
 
         class Saved(TrainerCallback):
             def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-                recorder.saved(f"{args.output_dir}/checkpoint-{state.global_step}", by="Trainer")
+                path = Path.cwd() / args.output_dir / f"checkpoint-{state.global_step}"
+                recorder.write("save", path=str(path), by="Trainer")
 
         @wrap(trainer, "train")
         def train(original: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -409,10 +360,10 @@ class Recorder:
             self.write("clip", norm=sums(one.grad for one in parameters)[0], place=place())
             return original(parameters, *args, **kwargs)
 
-        for event, owner, name in (("accumulate", Accelerator, "accumulate"), ("zero_grad", Optimizer, "zero_grad"),
-            ("zero_grad", nn.Module, "zero_grad"),
-            ("scheduler_step", torch.optim.lr_scheduler.LRScheduler, "step")):  # fmt: skip
-            self.watch(event, owner, name)
+        self.watch("accumulate", Accelerator, "accumulate")
+        self.watch("zero_grad", Optimizer, "zero_grad")
+        self.watch("zero_grad", nn.Module, "zero_grad")
+        self.watch("scheduler_step", torch.optim.lr_scheduler.LRScheduler, "step")
 
         def look(module: nn.Module, _: Any) -> None:
             if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -422,4 +373,4 @@ class Recorder:
 
 
 if __name__ == "__main__":
-    main()
+    Recorder(json.loads(sys.argv[1])).run(sys.argv[2:])

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -229,72 +228,40 @@ def scratch_copy(source: Path, folder: Path) -> None:
         for linked in filter(Path.is_symlink, map(Path(here).joinpath, folders)):  # os.walk does not go there
             (target / linked.name).symlink_to(linked.resolve())
         for file in filter(Path.is_file, map(Path(here).joinpath, files)):
-            place: Callable[[Path, Path], object] = shutil.copy2 if file.stat().st_size <= _COPIED_BYTES else os.symlink
-            place(file.resolve(), target / file.name)
-
-
-class Server:
-    """A process that has imported the libraries of the script, and starts the processes of runs as copies of itself."""
-
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Start it."""
-        self.environment = {key: value for key, value in environment.items() if key not in _PLACES} | _ON_CPU
-        # Ctrl-C does not reach its process group: `close` ends it.
-        self.process = subprocess.Popen([sys.executable, "-m", "app.audit.recorder", "--serve", *modules], env=self.environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0)  # fmt: skip
-
-    def fork(self, **request: Any) -> int:
-        """Start a process and return its pid; the file `exit` gets its exit code. Raises UsageError if the server ended."""
-        self.process.stdin.write(f"{json.dumps(request)}\n".encode())  # type: ignore[union-attr]
-        if not (answer := self.process.stdout.readline()):  # type: ignore[union-attr]
-            self.process.wait()
-        self.check()
-        return int(answer)
-
-    def check(self) -> None:
-        """Raise UsageError if the server has ended: it writes no more exit codes."""
-        if self.process.poll() is not None:
-            raise UsageError("the process that starts the runs has ended; its error is above")
-
-    def close(self) -> None:
-        """End it, and what it started."""
-        self.process.stdin.close()  # type: ignore[union-attr]
-        self.process.wait()
+            is_small = file.stat().st_size <= _COPIED_BYTES
+            (shutil.copy2 if is_small else os.symlink)(file.resolve(), target / file.name)
 
 
 class Running:
     """Processes of a run."""
 
-    def __init__(self, server: Server, script: Script, name: str, processes: int, folder: Path, *, work: Path | None = None,
-                 is_fresh: bool = False, **orders: Any) -> None:  # fmt: skip
-        """Start a run in a new folder. `work` is its working folder (default: a copy of this one); `orders` are the recorder's.
-
-        A fresh process imports its libraries itself, with another seed of Python's hashes.
-        """
-        self.server, self.script, self.name, self.folder, self.start_s = server, script, name, folder, time.monotonic()
-        here, environment = work or folder / "work", server.environment
+    def __init__(self, script: Script, name: str, processes: int, folder: Path, environment: Mapping[str, str], *,
+                 work: Path | None = None, **orders: Any) -> None:  # fmt: skip
+        """Start a run in a new folder. `work`: its working folder (default: a copy of this one); `orders`: the recorder's."""
+        self.script, self.name, self.folder, self.start_s = script, name, folder, time.monotonic()
+        here = work or folder / "work"
         folder.mkdir(parents=True)
         if work is None:
             scratch_copy(Path.cwd(), here)
         # A script in this folder is started from its copy. A path outside is absolute, and replaces `here`.
         file = here / str(Path(script.name).resolve()).removeprefix(f"{Path.cwd()}/")
-        words = [script.name if script.module else str(file), *script.arguments]
         orders |= {"record": str(folder / "record"), "module": script.module}
-        recorder = ["-m", "app.audit.recorder", json.dumps(orders), *words]
-        command = [sys.executable, *recorder] if is_fresh else []
+        words = ["-m", "app.audit.recorder", json.dumps(orders), script.name if script.module else str(file), *script.arguments]
         with socket.create_server(("127.0.0.1", 0)) as unused:
             port = str(unused.getsockname()[1])
+        own = {key: value for key, value in environment.items() if key not in _PLACES} | _ON_CPU
         if script.config_file and processes > 1:
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(script.config_file.resolve()),
-                       "--main_process_port", port, *recorder]  # fmt: skip
-            processes, environment = 1, {key: it for key, it in environment.items() if key != "ACCELERATE_USE_CPU"}
+            words = ["-m", "accelerate.commands.launch", "--config_file", str(script.config_file.resolve()),
+                     "--main_process_port", port, *words]  # fmt: skip
+            processes = int(bool(own.pop("ACCELERATE_USE_CPU")))
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
                  "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}  # fmt: skip
-        self.pids = []
-        for rank in map(str, range(processes)):
-            place = {**group, "RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {}
-            self.pids.append(server.fork(orders=orders, words=words, command=command, environment={**environment, **place},
-                folder=str(here), errors=str(folder / "stderr"), exit=str(folder / f"exit-{rank}")))  # fmt: skip
+        null, self.processes = subprocess.DEVNULL, list[subprocess.Popen[bytes]]()
+        with (folder / "stderr").open("ab") as errors:
+            for rank in map(str, range(processes)):
+                place = {**group, "RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {}
+                self.processes.append(subprocess.Popen([sys.executable, *words], cwd=here, env={**own, **place}, stdin=null,
+                    stdout=null, stderr=errors, process_group=0))  # fmt: skip
 
     def wait(self) -> AuditedRun:
         """Wait for the run's end, or for the time after its last compared step, and end what still runs.
@@ -302,8 +269,7 @@ class Running:
         Raises UsageError if it is too slow, or fails: then after its own error.
         """
         script, enough_s = self.script, 0.0
-        while len(codes := self.codes()) < len(self.pids) and not any(codes):
-            self.server.check()
+        while None in (codes := [process.poll() for process in self.processes]) and not any(codes):
             files = self.folder.glob("record-0.jsonl")
             now, steps = time.monotonic(), sum(file.read_text().count('"event": "optimizer_step"') for file in files)
             enough_s = enough_s or (now if steps > script.steps else 0.0)
@@ -315,20 +281,18 @@ class Running:
             time.sleep(_POLL_S)
         if any(codes):
             time.sleep(1.0)  # the others may print their own error
-        has_ended = any(codes) or len(codes) == len(self.pids)
-        while len(self.codes()) < len(self.pids):
-            self.server.check()
-            for pid in self.pids:
-                with suppress(ProcessLookupError):  # ended
-                    os.killpg(pid, signal.SIGKILL)
-            time.sleep(_POLL_S)
+        self.end()
         if (code := next(filter(None, codes), 0)) not in (0, CRASHED):
             errors = "\n".join((self.folder / "stderr").read_text(errors="replace").splitlines()[-_TAIL_LINES:])
             sys.stderr.write(f"{errors}\n")
             reason = next(text for pattern, text in _REASONS.items() if re.search(pattern, errors))
             raise UsageError(f"{script.name} failed on {self.name} (exit code {code}): {reason}")
-        return AuditedRun(self.name, [Rank(file) for file in sorted(self.folder.glob("record-*.jsonl"))], has_ended)
+        ranks = [Rank(file) for file in sorted(self.folder.glob("record-*.jsonl"))]
+        return AuditedRun(self.name, ranks, has_ended=any(codes) or None not in codes)
 
-    def codes(self) -> list[int]:
-        """Return the exit codes of the processes that have ended."""
-        return [int(text) for file in self.folder.glob("exit-*") if (text := file.read_text()).endswith("\n")]
+    def end(self) -> None:
+        """End what still runs, with everything it started."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
