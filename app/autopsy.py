@@ -23,9 +23,9 @@ from app.optim import parameter_groups
 from app.task import Task, overrides
 
 _MOST_SHOWN = 8
-"""Samples that are shown."""
+"""Most samples to show."""
 _MOST_NUMBERS = 24
-"""Numbers of a field that are shown of a sample without a picture or a text."""
+"""Most values of a field to show of a sample that has neither an image nor a text."""
 
 
 def examine(run: Training, samples: Samples, file: Path) -> Ended:
@@ -51,7 +51,7 @@ def examine(run: Training, samples: Samples, file: Path) -> Ended:
 
 
 def _preview(task: Task, samples: Samples, batch: Batch) -> dict[str, str]:
-    """Return the names of these samples, if they have some, and their picture, PNG in base64, or else their numbers as text."""
+    """Return the names of these samples, if any, and their image (PNG in base64) or text, or their values as text."""
     name = getattr(samples, "name", None)
     found = {"name": ", ".join(name(int(it) % len(samples)) for it in batch["numbers"])} if name else {}
     if overrides(task, "preview"):
@@ -59,7 +59,7 @@ def _preview(task: Task, samples: Samples, batch: Batch) -> dict[str, str]:
         if isinstance(shown, str):
             return {**found, "text": shown}
         Image.fromarray(shown).save(file, format="PNG")
-        return {**found, "picture": base64.b64encode(file.getvalue()).decode()}
+        return {**found, "image": base64.b64encode(file.getvalue()).decode()}
     lines = []
     for field, values in batch.items():
         if isinstance(values, torch.Tensor) and field != "samples":

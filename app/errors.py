@@ -71,7 +71,7 @@ class RecipeError(SamerunError):
     exit_code = 3
 
     def __init__(self, *problems: str, recipe: Any = None) -> None:
-        """`recipe` has the values that are right, if those of its files are among them."""
+        """`recipe`: the recipe of the valid values, if its files are readable."""
         super().__init__("\n".join(problems))
         self.problems = problems
         self.recipe = recipe

@@ -208,7 +208,7 @@ def _other_files(reader: Reader, program: str, replayed: str) -> dict[str, bytes
 
 
 def _replayed(file: Path) -> str:
-    """Return how many steps of a run were replayed, as the card has it. Raises UsageError if the file does not say so."""
+    """Return the model card's text on replayed steps. Raises UsageError if the file is not the output of `samerun verify`."""
     try:
         values = json.loads(file.read_bytes())
         is_good, steps, count, largest = (

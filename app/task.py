@@ -287,9 +287,9 @@ class Task:
         return samples
 
     def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
-        """Return a name and a picture, uint8 [H, W, 3] (an array), or a text, of at most `limit` samples of a ready batch.
+        """Return a name, and an image (array, uint8 [H, W, 3]) or a text, of at most `limit` samples of a preprocessed batch.
 
-        Trackers show the pictures of training batches, and `samerun replay --samples` shows both.
+        Trackers show images of training batches; `samerun replay --samples` shows images and texts.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Why the runs of a script differ: each cause is recognized by what the runs recorded, never by the script's text."""
+"""Recognize why the runs of a script differ, from their records and never from the script's text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _SAME, _UNSEEDED, _NEAR_FLOOR, _ROUNDING = 1e-6, 1e-3, 10, 10 * EARLY
 """Rounding grows faster in gradients than in losses, whose bound in the first steps is EARLY."""
 CHANGES: dict[int, tuple[str, str]] = {
     0: ("Look for random numbers, positions, losses or layers that depend on the process or the micro-batch.", ""),
-    1: ("Compute the schedule's length from the steps on one process, or multiply it by accelerator.num_processes: a prepared "
-        "scheduler steps once for each process.", "accelerate #2926, #2318, #1398"),
+    1: ("Count the schedule in steps of one process: prepared, it steps once per process.", "accelerate #2926, #2318, #1398"),
     2: ("Scale the rate with the global batch (processes times the batch of each), or not at all.", "accelerate #1849, #2754"),
     3: ("Pass the DataLoader to accelerator.prepare.", "transformers #34365"),
     4: ("Pass the model to accelerator.prepare, and call the model that it returns.", "accelerate #2262, #3285"),
@@ -32,20 +31,18 @@ CHANGES: dict[int, tuple[str, str]] = {
     7: ("Divide the sum of losses by the count over all processes and micro-batches of the step: loss_sum * num_processes * "
         "accumulation / count. With a Trainer whose model ignores num_items_in_batch: model.accepts_loss_kwargs = False.",
         "transformers #34191, #35438, #47688"),
-    8: ("Put forward pass, accelerator.backward, and step and zero_grad of the prepared optimizer under `with "
-        "accelerator.accumulate(model):`.", "accelerate #1817"),
+    8: ("Put forward, backward, step and zero_grad under `with accelerator.accumulate(model):`.", "accelerate #1817"),
     9: ("Clip after the last backward pass, under `if accelerator.sync_gradients:`.", "accelerate #641"),
     10: ("Read the prepared loader to its end; set drop_last=True, or a batch that divides the samples.", "accelerate #2316"),
     11: ("Set no seed in the epoch loop, and call set_epoch(epoch) on samplers and datasets that have it.", "pytorch #31771"),
-    12: ("Prepare the evaluation's DataLoader and collect with accelerator.gather_for_metrics, which drops samples that fill "
-         "the last batch.", "accelerate #226, #350, trl #7010"),
+    12: ("Prepare its DataLoader, and collect with gather_for_metrics in the loop.", "accelerate #226, #350, trl #7010"),
     13: ("Save and load model, optimizer, scheduler, random state (accelerator.save_state, load_state), and continue at the "
          "next batch: set_epoch, then skip_first_batches.", "accelerate #4071, #4233, transformers #40691, ms-swift #10050"),
     14: ("Write it on one process: `if accelerator.is_main_process:`, or accelerator.save.", "accelerate #1950"),
     16: ("Let a shell on each node find its rank: srun bash -c '... --machine_rank $SLURM_NODEID ...' in single quotes, or use "
          "`samerun launch`.", "accelerate #2816"),
 }  # fmt: skip
-"""What to change, and public reports, by the number of the cause."""
+"""Advice and public reports, by the number of the cause."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Evidence:
     resumed: Sequence[AuditedRun] = ()
     """One process stopped after a checkpoint, and resumed."""
     remarks: list[str] = field(default_factory=list)
-    """What could not be judged, and why."""
+    """Parts that could not be judged, with reasons."""
 
     @property
     def runs(self) -> list[AuditedRun]:
@@ -96,7 +93,7 @@ class Evidence:
 
     @cached_property
     def unseeded(self) -> str:
-        """Why one process does not repeat itself; empty: it does."""
+        """Reason why one process does not repeat itself; empty: it does."""
         one, other = self.reference, self.again
         if not other.steps or difference(*(run.steps[0][0].event["weights"] for run in (one, other))) > _SAME:
             return "the initial weights differ from run to run"

@@ -48,7 +48,7 @@ _ON_CPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_TH
 
 @dataclass(frozen=True)
 class Script:
-    """What is audited, and how it is started."""
+    """The audited script, and how it is started."""
 
     name: str
     """Path of a script, or name of a module."""
@@ -105,7 +105,7 @@ class Pass:
 
 
 class Rank:
-    """What one process recorded."""
+    """Record of one process."""
 
     def __init__(self, file: Path) -> None:
         """Read a record, and find its optimizer steps and its passes over loaders, both in order."""

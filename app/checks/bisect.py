@@ -43,7 +43,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Say) -> int:
             replayers = [Replayer(record, given, Path(tempfile.mkdtemp(dir=folder)), environment) for record in records]
             sentences += _by_recipe(replayers, pairs, say) if pairs else _by_replay(replayers, found, span, say)
     if given.json:
-        answer = {"runs": [str(given.a), str(given.b)], "parted": span is not None, "steps": span, "learnt": [*pairs]}
+        answer = {"runs": [str(given.a), str(given.b)], "parted": span is not None, "steps": span, "recipe_keys": [*pairs]}
         sys.stdout.write(json.dumps({**answer, "sentences": sentences}) + "\n")
     else:
         print_text("\n".join(sentences))

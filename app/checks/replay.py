@@ -5,8 +5,8 @@ before these steps, or begins it with the initial weights, under any preset; it 
 (`app.session.as_replay`). Evaluations, early stopping and saves are left out. Nothing is written into RUN.
 
 Compared are the samples and the verdict (applied or skipped) of every step on the way, the learning rates, and of the wanted
-steps the loss and the gradient norm: their own if the run has steps.jsonl (`log.each_step`), or else those of the line of
-metrics.jsonl that covers them. Kinds of devices and precisions that differ, and half precision, are compared with the noise
+steps the loss and the gradient norm: their own if the run has steps.jsonl (`log.each_step`), or else the values of the line
+of metrics.jsonl that covers them. Kinds of devices and precisions that differ, and half precision, are compared with the noise
 floor: the difference between two replays with different micro-batches.
 """
 
@@ -41,7 +41,7 @@ from launch.start import supervise
 SAME = 1e-5
 """Largest relative difference of float32 runs on the same kind of device."""
 FLOORS = 3
-"""In half precision, or on another kind of device, a difference of so many noise floors is the same."""
+"""Largest difference, in noise floors, of the same run in half precision or on another kind of device."""
 _ROUNDING = 1e-6
 """A smaller difference is rounding, whatever the noise floor is."""
 _MOST_STEPS = 1000
@@ -63,7 +63,7 @@ Say = Callable[[str], None]
 
 
 class Record(NamedTuple):
-    """What a run recorded of its steps."""
+    """Recorded values of the steps of a run."""
 
     run: PastRun
     losses: Mapping[Span, float]
@@ -214,7 +214,7 @@ class Replayer:
         count = sum(walk.end - walk.origin for walk in planned)
         say(f"{count:,} step{'s' * (count > 1)} to compute")
         is_asked = count > _MOST_STEPS and not self._given.yes
-        if is_asked and not (sys.stdin.isatty() and input("Go on? [y/N] ").strip().lower() in ("y", "yes")):
+        if is_asked and not (sys.stdin.isatty() and input("Continue? [y/N] ").strip().lower() in ("y", "yes")):
             raise UsageError(f"{count:,} steps are to be computed: give --yes, or choose a step closer to a checkpoint")
 
     def start(self, walk: Walk, name: str, keys: Mapping[str, str] | None = None, words: Sequence[str] = ()) -> Record:
@@ -260,15 +260,15 @@ class Replay:
 
     walk: Walk
     changes: list[str]
-    """What has changed since the run: recipe keys, the task's files, data, versions, devices."""
+    """Changes since the run: recipe keys, the task's files, data, versions, devices."""
     values: list[Value]
-    """Of the lines with the wanted steps."""
+    """Values of the lines with the wanted steps."""
     is_exact: bool
     """True if the same kind of device computes in float32 as in the run."""
     floor: float | None
     """Noise floor: largest relative difference of two replays with different micro-batches; None: not measured."""
     causes: list[str]
-    """What differs; empty if the replay is the same."""
+    """Differences; empty if the replay is the same."""
     step_s: float
     """Seconds of a step of the replay."""
     run_step_s: float

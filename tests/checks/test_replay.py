@@ -240,7 +240,7 @@ def test_a_key_explains_a_difference(own: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     train("cpu", other, "--recipe", str(own.parent / "bad.yaml"), "optim.lr=0.002", "checkpoint.every_steps=8").check()
     code, found = answer("bisect", own, other)
-    assert (code, found["steps"], found["learnt"]) == (1, [4, 4], ["optim.lr"])
+    assert (code, found["steps"], found["recipe_keys"]) == (1, [4, 4], ["optim.lr"])
     assert "optim.lr explains it" in found["sentences"][-1]
 
 
