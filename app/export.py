@@ -279,7 +279,6 @@ def _parser() -> Parser:
                         "model's")  # fmt: skip
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter (model.lora_rank), as a folder "
         "that peft loads (default: the weights with the adapter merged into them)")  # fmt: skip
-    parser.add_argument("--replayed", type=Path, metavar="FILE", help="output of `samerun verify RUN --replay N --json`, for a "
-        "line in the model card")  # fmt: skip
+    parser.add_argument("--replayed", type=Path, metavar="FILE", help="output of `samerun verify --replay N --json`")
     parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser

@@ -14,7 +14,7 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 22_400,
+    "code lines of app, launch and samerun": 22_300,
     "files of app, launch and samerun": 161,
     "code lines of tests": 19_600,
     "code lines of benchmarks": 1_200,

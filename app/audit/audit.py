@@ -25,10 +25,6 @@ from app.errors import UsageError
 from app.options import Parser, above_zero, positive, wrapped
 from app.reports.past_run import print_text
 
-_STRUCTURAL = (3, 4, 5, 8, 9, 14, 16)
-"""Causes that need no comparison of numbers, so they show in an unseeded script."""
-_FLAGS = ("--json", "-h", "--help", "--full-traceback")
-
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun audit`; 0: the same run, 1: faults, 2: it could not be judged. Raises UsageError."""
@@ -43,7 +39,8 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
         source = _source(script)
         with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder, ExitStack() as ends:
             evidence = _Audit(script, source, Path(folder), environment, say, ends).run(options.resume_args)
-        found += [one for one in judge(evidence) if not evidence.unseeded or one.cause in _STRUCTURAL]
+        # These causes need no comparison of numbers, so they show in an unseeded script, too.
+        found += [one for one in judge(evidence) if not evidence.unseeded or one.cause in (3, 4, 5, 8, 9, 14)]
     return _report(found, evidence, as_json=options.json)
 
 
@@ -93,8 +90,7 @@ class _Audit:
         orders: dict[str, Any] = {"rates": [step.event["rates"] for step in reference.first.steps]}
         if any(event["sampler"] == "RandomSampler" for event in loaders) and not accelerator["seedable"]:
             orders["fixed_order"] = True
-            remarks.append("Shuffling has another order on 2 processes than on 1, as DataLoaderConfiguration("
-                           "use_seedable_sampler=True) is not set. The comparison fixes the order.")  # fmt: skip
+            remarks.append("Without use_seedable_sampler 2 processes shuffle otherwise than 1: the comparison fixes the order.")
         one = self.start("1 process, fixed order", **orders) if "fixed_order" in orders else None
         if accelerator["trainer"] or reference.first.all("accumulate"):
             evidence.accumulated = self.start("1 process, accumulation x 2", **orders, divide=halves, accumulation=2).wait()
@@ -164,16 +160,15 @@ def _meaning(evidence: Evidence) -> list[str]:
             kinds = {"of steps": 1.0, "of samples": other_size / size}
             kind = next((it for it, speed in kinds.items() if follows(shape, other, speed)), "that depends on processes")
             lines.append(f"The learning rate is a function {kind}.")
-    if evidence.held:
-        lines.append("Gradients are compared with the same global batch and the same learning rates.")
-    return [*lines, f"Noise floor: {evidence.noise:.1e} (1 process compared with itself).", *evidence.remarks]
+    held = ["Gradients are compared with the same global batch and the same learning rates."] * bool(evidence.held)
+    return [*lines, *held, f"Noise floor: {evidence.noise:.1e} (1 process compared with itself).", *evidence.remarks]
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str], bool]:
     """Return the options of the audit, the script with its arguments, and whether it is a module."""
     index = 0
     while index < len(argv) and argv[index].startswith("-") and argv[index] != "-m":
-        index += 1 if "=" in argv[index] or argv[index] in _FLAGS else 2
+        index += 1 if "=" in argv[index] or argv[index] in ("--json", "-h", "--help") else 2
     is_module = argv[index : index + 1] == ["-m"]
     return argv[:index], argv[index + is_module :], is_module
 
@@ -203,15 +198,13 @@ def _parser() -> Parser:
     parser = Parser("audit", "Run an Accelerate script unchanged on 1 and 2 processes of this CPU, and report what makes its "
                     "runs differ and what to change. Exit code 0: no fault, 1: faults, 2: it could not be judged.",
                     usage="%(prog)s [options] train.py [arguments of the script]")  # fmt: skip
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script, as `python -m` does")
-    parser.add_argument("--steps", type=positive, default=12, metavar="N", help="optimizer steps to compare (default: 12)")
-    parser.add_argument("--tail", type=above_zero, default=10.0, metavar="SECONDS", help="time for each run after these steps, "
-                        "to reach ends of epochs and checkpoints (default: 10)")  # fmt: skip
-    parser.add_argument("--timeout", type=above_zero, default=120.0, metavar="SECONDS", help="time to take them (default: 120)")
-    parser.add_argument("--resume-args", metavar="TEXT", help='arguments with which the script resumes, such as '
-                        '"--resume {dir}"; {dir} is a checkpoint that it saved')  # fmt: skip
-    parser.add_argument("--config-file", "--config_file", type=Path, metavar="FILE", help="start the 2 processes by "
-                        "`accelerate launch` with this configuration")  # fmt: skip
-    parser.add_argument("--script", type=Path, metavar="FILE", help="Slurm job script to check, too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add, seconds = parser.add_argument, dict[str, Any](type=above_zero, metavar="SECONDS")
+    add("-m", dest="module", metavar="MODULE", help="run a module instead of a script, as `python -m` does")
+    add("--steps", type=positive, default=12, metavar="N", help="optimizer steps to compare (default: 12)")
+    add("--tail", default=10.0, **seconds, help="time after them, to reach ends of epochs and checkpoints (default: 10)")
+    add("--timeout", default=120.0, **seconds, help="time to take them (default: 120)")
+    add("--resume-args", metavar="TEXT", help='arguments to resume from its checkpoint, such as "--resume {dir}"')
+    add("--config-file", "--config_file", type=Path, metavar="FILE", help="start 2 processes by `accelerate launch` with it")
+    add("--script", type=Path, metavar="FILE", help="Slurm job script to check, too")
+    add("--json", action="store_true", help="print JSON")
     return parser

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from app.audit.runs import SCRATCH, AuditedRun, Event
 from app.reports.compare import EARLY, relative_difference
 
-Pieces = Sequence[Sequence[Event]]
-"""Parts of a global batch, each with its micro-batches."""
 _SAME, _UNSEEDED, _NEAR_FLOOR, _ROUNDING = 1e-6, 1e-3, 10, 10 * EARLY
 """Rounding grows faster in gradients than in losses, whose bound in the first steps is EARLY."""
 CHANGES: dict[int, tuple[str, str]] = {
@@ -25,12 +24,11 @@ CHANGES: dict[int, tuple[str, str]] = {
     2: ("Scale the rate with the global batch (processes times the batch of each), or not at all.", "accelerate #1849, #2754"),
     3: ("Pass the DataLoader to accelerator.prepare.", "transformers #34365"),
     4: ("Pass the model to accelerator.prepare, and call the model that it returns.", "accelerate #2262, #3285"),
-    5: ("Start the script by `accelerate launch` with a configuration that fits the machine (without a GPU: --cpu), do not set "
-        "RANK, WORLD_SIZE or ACCELERATE_* in it, and check accelerator.num_processes at the start.", "accelerate #2741, #707"),
+    5: ("Use `accelerate launch` with a configuration that fits the machine, and do not set RANK, WORLD_SIZE or ACCELERATE_* "
+        "in the script.", "accelerate #2741, #707"),
     6: ("Build and change the model before accelerator.prepare, with one seed for all processes.", "pytorch-lightning #6013"),
-    7: ("Divide the sum of losses by the count over all processes and micro-batches of the step: loss_sum * num_processes * "
-        "accumulation / count. With a Trainer whose model ignores num_items_in_batch: model.accepts_loss_kwargs = False.",
-        "transformers #34191, #35438, #47688"),
+    7: ("Use loss_sum * num_processes * accumulation / (count of the whole step); with a Trainer whose model ignores "
+        "num_items_in_batch, model.accepts_loss_kwargs = False.", "transformers #34191, #35438, #47688"),
     8: ("Put forward, backward, step and zero_grad under `with accelerator.accumulate(model):`.", "accelerate #1817"),
     9: ("Clip after the last backward pass, under `if accelerator.sync_gradients:`.", "accelerate #641"),
     10: ("Read the prepared loader to its end; set drop_last=True, or a batch that divides the samples.", "accelerate #2316"),
@@ -39,8 +37,7 @@ CHANGES: dict[int, tuple[str, str]] = {
     13: ("Save and load model, optimizer, scheduler, random state (accelerator.save_state, load_state), and continue at the "
          "next batch: set_epoch, then skip_first_batches.", "accelerate #4071, #4233, transformers #40691, ms-swift #10050"),
     14: ("Write it on one process: `if accelerator.is_main_process:`, or accelerator.save.", "accelerate #1950"),
-    16: ("Let a shell on each node find its rank: srun bash -c '... --machine_rank $SLURM_NODEID ...' in single quotes, or use "
-         "`samerun launch`.", "accelerate #2816"),
+    16: ("Give each node its rank: srun bash -c '... --machine_rank $SLURM_NODEID', or `samerun launch`.", "accelerate #2816"),
 }  # fmt: skip
 """Advice and public reports, by the number of the cause."""
 
@@ -156,8 +153,8 @@ def _not_prepared(run: AuditedRun) -> Iterator[Finding]:
     for first, second in run.passes(training=True)[:1]:
         shared, count = (Counter(first.rows) & Counter(second.rows)).total(), len(first.rows)
         if not first.is_prepared and shared > count / 2:
-            yield Finding(3, f"The DataLoader built at {first.loader} is not prepared: both processes train on {shared} "
-                          f"of {count} samples in the first epoch.", 1)  # fmt: skip
+            text = f"The DataLoader built at {first.loader} is not prepared"
+            yield Finding(3, f"{text}: both processes train on {shared} of {count} samples.", 1)
 
 
 def _exchange(run: AuditedRun) -> Iterator[Finding]:
@@ -191,8 +188,7 @@ def _accumulation(run: AuditedRun) -> Iterator[Finding]:
         yield Finding(8, f"Each micro-batch is a step, gradients divided by {accumulation} (gradient_accumulation_steps).", 1)
     for index, step in enumerate(steps, 1):
         if step.event["sync"] is False:
-            yield Finding(8, f"The optimizer steps after {len(step.batches)} of {accumulation} micro-batches, before gradients "
-                "are synchronized.", index)  # fmt: skip
+            yield Finding(8, f"The optimizer steps after {len(step.batches)} of {accumulation} micro-batches.", index)
         if step.dropped and len({one.event["optimizer"] for one in steps}) == 1:
             yield Finding(8, f"Gradients of {step.dropped} micro-batches are set to zero before they are used.", index)
     ends = {one.from_step for one in run.first.passes if one.is_training} | {len(steps)}
@@ -349,7 +345,7 @@ def _explained(base: AuditedRun, run: AuditedRun, index: int, size: str) -> Find
     ranks, other_ranks = ([step.batches for step in it.steps[index]] for it in (base, run))
     one, other = (list(itertools.chain(*it)) for it in (ranks, other_ranks))
     ratio, parts = run.steps[index][0].norm / (base.steps[index][0].norm or 1.0), len(other) / len(one)
-    pieces: dict[str, tuple[Pieces, Pieces]] = {
+    pieces: dict[str, Any] = {
         "micro-batches": ([[it] for it in one], [[it] for it in other]),
         "processes": (ranks, other_ranks),
     }
@@ -361,7 +357,8 @@ def _explained(base: AuditedRun, run: AuditedRun, index: int, size: str) -> Find
     if any(math.isclose(ratio, factor, rel_tol=1e-3) for factor in (parts, 1 / parts)):
         return Finding(7, f"A mean over the micro-batch is scaled as a part of a sum: the gradient of step {index + 1} is "
                        f"{ratio:.3g} times as large in {len(other)} micro-batches as in {len(one)}.", index + 1)  # fmt: skip
-    reasons = [f"{name} computes statistics of the micro-batch" for name in base.steps[index][0].event["norms"]]
+    norms = {name for event in base.first.all("model") for name in event["norms"]}
+    reasons = [f"{name} computes statistics of the micro-batch" for name in sorted(norms)]
     if any(it["draws"] for it in (*one, *other)):
         reasons.append("the forward pass draws random numbers (dropout), others on each process")
     if base.samples(index) != run.samples(index):
@@ -371,7 +368,7 @@ def _explained(base: AuditedRun, run: AuditedRun, index: int, size: str) -> Find
     return Finding(0, f"Not the same run: {size}, with the same samples and weights.", index + 1)
 
 
-def _uneven(*pieces: Pieces) -> tuple[str, int] | None:
+def _uneven(*pieces: Sequence[Sequence[Event]]) -> tuple[str, int] | None:
     """Return the counts by which the losses of pieces of a batch add up to one mean in both runs, though they are uneven."""
     losses = [[statistics.fmean(it["loss"] for it in batches) for batches in each] for each in pieces]
     for name, which in itertools.product(pieces[1][0][0]["counts"], (0, 1)):
@@ -389,8 +386,8 @@ def _resume(reference: AuditedRun, stopped: AuditedRun, resumed: AuditedRun) -> 
     end = len(stopped.steps) - 2  # it crashed two steps after the checkpoint
     at = next((it for it in saves if it["path"] in loads or (not loads and it["step"] == end)), saves[-1])["step"]
     if not resumed.steps or at >= len(reference.steps):
-        yield Finding(13, f"A run resumed after step {at} takes {len(resumed.steps)} steps, where the undisturbed run takes "
-                      f"{len(reference.steps) - at} more.", at)  # fmt: skip
+        left = len(reference.steps) - at
+        yield Finding(13, f"A run resumed after step {at} takes {len(resumed.steps)} steps instead of {left}.", at)
         return
     expected, found = reference.steps[at][0], resumed.steps[0][0]
     wrong = [f"{name} not restored" for name, key in (("the weights are", "weights"), ("the optimizer's state is", "state"))
@@ -409,7 +406,7 @@ def _resume(reference: AuditedRun, stopped: AuditedRun, resumed: AuditedRun) -> 
         if again := (rows & before).total():
             text = f"{again} of {rows.total()} were trained on before in this epoch"
         wrong.append(f"the samples of its step {parted + 1} are not those of the undisturbed run: {text}")
-    elif not wrong and relative_difference(reference.loss(at), resumed.loss(0)) > EARLY:
+    elif not wrong and relative_difference(*(sum(it["loss"] for it in step.batches) for step in (expected, found))) > EARLY:
         wrong.append("the random state is not restored: the loss differs with the same weights and samples")
     if wrong:
         yield Finding(13, f"A run resumed after step {at} is not the undisturbed run: {'; '.join(wrong)}.", at + 1)

@@ -10,7 +10,6 @@ from app.audit.causes import Finding
 from app.errors import UsageError
 
 _OF_TASK = r"\$\{?(SLURM_PROCID|SLURM_NODEID|PMI_RANK|OMPI_COMM_WORLD_RANK)\b"
-_RANK = r"--(?:machine[_-]rank|node[_-]rank)[= ]+(\S+)"
 
 
 def check(path: Path) -> Iterator[Finding]:
@@ -29,7 +28,7 @@ def check(path: Path) -> Iterator[Finding]:
         if not re.search(r"accelerate(\.commands\.|\s+)launch|torchrun|torch\.distributed\.run", command):
             continue
         by_task = "".join(re.findall(r"'[^']*'|\\\$\{?\w+", command)).replace("\\", "")  # what the batch shell does not fill in
-        rank = re.search(_RANK, command)
+        rank = re.search(r"--(?:machine[_-]rank|node[_-]rank)[= ]+(\S+)", command)
         if rank and re.search(_OF_TASK, rank[1]) and not re.search(_OF_TASK, by_task):
             why = f"{rank[1].strip(chr(34))} is filled in once, by the batch shell, as 0"
         elif rank and rank[1].strip("\"'").isdigit():

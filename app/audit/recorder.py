@@ -42,7 +42,7 @@ from app.audit.runs import CRASHED
 
 _LIBRARIES = ("accelerate", "contextlib", "datasets", "functools", "torch", "transformers", "trl")
 """Packages whose frames are not the place where a script does something."""
-_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+_NORMS = nn.modules.batchnorm._BatchNorm
 _NO_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn")
 Method = Callable[..., Any]
 
@@ -125,8 +125,6 @@ class Recorder:
         self.step = self.depth = 0
         self.loaders: dict[str, int] = {}
         """DataLoaders by place, and how many were built there."""
-        self.norms: set[str] = set()
-        """Classes of layers that compute statistics of the micro-batch."""
         self._files()
         self._data()
         self._accelerator()
@@ -146,7 +144,7 @@ class Recorder:
 
     def run(self, words: Sequence[str]) -> NoReturn:
         """Run a script as Python would, and end this process."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2): end with the audit
         os.environ.pop("PYTHONSAFEPATH", None)  # for the start of this process only
         torch.set_num_threads(1)  # the same sums in every process
         sys.argv, is_module, code = [*words], self.orders["module"], 0
@@ -162,7 +160,6 @@ class Recorder:
         except BaseException:
             traceback.print_exc()
             code = 1
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # gloo can abort when an interpreter ends with a group
 
@@ -279,7 +276,7 @@ class Recorder:
                 given["gradient_accumulation_steps"] = given.get("gradient_accumulation_steps", 1) * factor
             original(own, **given, **extra)
             self.write("accelerator", processes=own.num_processes, accumulation=own.gradient_accumulation_steps,
-                split_batches=own.split_batches, seedable=own.use_seedable_sampler, trainer=bool(trainer))  # fmt: skip
+                seedable=own.use_seedable_sampler, trainer=bool(trainer))  # fmt: skip
 
         @wrap(Accelerator, "backward")
         @wrap(Tensor, "backward")
@@ -295,8 +292,7 @@ class Recorder:
                 self.write("backward", loss=value, rng=rng)
 
         for name in ("gather", "gather_for_metrics", "reduce"):
-            self.watch("gather", Accelerator, name, lambda *args, **kwargs: {
-                "given": max((len(it) for _, it in tensors_of([*args, *kwargs.values()])), default=0)})  # fmt: skip
+            self.watch("gather", Accelerator, name, lambda *given, **more: {"given": any(tensors_of([*given, *more.values()]))})
 
         @wrap(Accelerator, "save_state")
         def save_state(original: Method, *args: Any, **kwargs: Any) -> Any:
@@ -304,10 +300,10 @@ class Recorder:
             self.write("save", path=str(Path.cwd() / path), by="save_state")
             return path
 
-        self.watch("model", Accelerator, "prepare_model", lambda _, model, *__, **___: {"weights": sums(model.parameters())})
-        self.watch(
-            "load", Accelerator, "load_state", lambda _, input_dir="", *__, **___: {"path": Path.cwd() / (input_dir or "")}
-        )
+        self.watch("model", Accelerator, "prepare_model", lambda _, model, *__, **___: {"weights": sums(model.parameters()),
+            "norms": [type(it).__name__ for it in model.modules() if isinstance(it, _NORMS)]})  # fmt: skip
+        self.watch("load", Accelerator, "load_state", lambda _, input_dir="", *__, **___: {
+            "path": Path(input_dir or "").resolve()})  # fmt: skip
 
     def _trainer(self) -> Any:
         """Return the transformers Trainer that is being built, if any, after wrapping what it saves and how it resumes."""
@@ -340,7 +336,7 @@ class Recorder:
             parameters = [one for group in groups for one in group["params"]]
             self.write("optimizer_step", rates=[float(group["lr"]) for group in groups], optimizer=id(optimizer),
                 initial=[float(group.get("initial_lr", group["lr"])) for group in groups], sync=is_synchronized(),
-                gradient=sums(one.grad for one in parameters), weights=sums(parameters), norms=sorted(self.norms),
+                gradient=sums(one.grad for one in parameters), weights=sums(parameters),
                 state=sums(it for one in parameters for it in optimizer.state.get(one, {}).values()))  # fmt: skip
             for group, rate in zip(groups, rates[self.step] if self.step < len(rates) else (), strict=False):
                 group["audit_lr"], group["lr"] = group["lr"], rate
@@ -364,12 +360,6 @@ class Recorder:
         self.watch("zero_grad", Optimizer, "zero_grad")
         self.watch("zero_grad", nn.Module, "zero_grad")
         self.watch("scheduler_step", torch.optim.lr_scheduler.LRScheduler, "step")
-
-        def look(module: nn.Module, _: Any) -> None:
-            if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
-                self.norms.add(type(module).__name__)
-
-        nn.modules.module.register_module_forward_pre_hook(look)
 
 
 if __name__ == "__main__":

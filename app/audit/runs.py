@@ -6,6 +6,7 @@ copied into the scratch folder; larger ones are links, which become files of the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -210,26 +211,19 @@ class AuditedRun:
 
         return statistics.median(map(size, self.steps))
 
-    def loss(self, index: int) -> float:
-        """Return the mean loss of a step's micro-batches over all ranks."""
-        return statistics.fmean(it["loss"] for step in self.steps[index] for it in step.batches)
-
 
 def scratch_copy(source: Path, folder: Path) -> None:
     """Copy a working folder: small files, and links to large ones. Raises UsageError if it has too many files."""
-    count = 0
-    for here, folders, files in os.walk(source):
-        folders[:] = [name for name in folders if name not in _SKIPPED]
-        target = folder / Path(here).relative_to(source)
-        target.mkdir(parents=True, exist_ok=True)
-        if (count := count + len(files)) > _MOST_FILES:
-            raise UsageError(f"{source} has more than {_MOST_FILES:,} files, and each run gets a copy of the working folder: "
-                             "start `samerun audit` in the folder of the script")  # fmt: skip
-        for linked in filter(Path.is_symlink, map(Path(here).joinpath, folders)):  # os.walk does not go there
-            (target / linked.name).symlink_to(linked.resolve())
-        for file in filter(Path.is_file, map(Path(here).joinpath, files)):
-            is_small = file.stat().st_size <= _COPIED_BYTES
-            (shutil.copy2 if is_small else os.symlink)(file.resolve(), target / file.name)
+    count = itertools.count(1)
+
+    def copy(file: str, place: str) -> None:
+        if next(count) > _MOST_FILES:
+            raise UsageError(f"{source} has over {_MOST_FILES:,} files, and each run copies it: start in the script's folder")
+        if Path(file).is_file():
+            (shutil.copy2 if Path(file).stat().st_size <= _COPIED_BYTES else os.symlink)(Path(file).resolve(), place)
+
+    ignored = shutil.ignore_patterns(*_SKIPPED)
+    shutil.copytree(source, folder, ignore=ignored, copy_function=copy, ignore_dangling_symlinks=True)
 
 
 class Running:

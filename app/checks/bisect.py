@@ -27,9 +27,8 @@ _INPUTS = 1e-2
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Say) -> int:
     """Bisect two runs from the command line; 0 only if they do not part. Raises SamerunError."""
-    parser = Parser("bisect", "Find the first step, or line of the log, where two runs part that should agree, and whether "
-        "recipe, samples, learning rate, random draws or arithmetic differ, by computing it again. The exit code is 0 if they "
-        "agree.", usage="%(prog)s A B [options] [key=value ...]")  # fmt: skip
+    parser = Parser("bisect", "Find the first step where two runs part that should agree, and what differs there, by computing "
+        "it again. The exit code is 0 if they agree.", usage="%(prog)s A B [options] [key=value ...]")  # fmt: skip
     for name in ("a", "b"):
         parser.add_argument(name, type=run_folder.existing, metavar=name.upper(), help="run folder")
     replay.add_options(parser)

@@ -360,9 +360,8 @@ def _state_checked(replayer: Replayer, checkpoint: Path, step: int) -> str:
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Say) -> int:
     """Replay steps from the command line; 0 only if they are the same. Raises SamerunError."""
-    parser = Parser("replay", "Compute steps of a run again on this machine, from its newest checkpoint before them or the "
-        "initial weights, and compare them with what RUN recorded. Nothing is written into RUN. The exit code is 0 if they are "
-        "the same.", usage="%(prog)s RUN --step K [options] [key=value ...]")  # fmt: skip
+    parser = Parser("replay", "Compute steps of a run again here and compare them with the record of RUN, where nothing is "
+        "written. Exit code 0: the same.", usage="%(prog)s RUN --step K [options] [key=value ...]")  # fmt: skip
     add = parser.add_argument
     add("run", type=run_folder.existing, metavar="RUN", help="run folder")
     add("--step", "--steps", type=_steps, required=True, metavar="K|K:L", help="step, or first and last step")
@@ -397,8 +396,7 @@ def add_options(parser: Parser) -> None:
     add("--processes", type=positive, default=1, metavar="N", help="processes on this machine (default: 1)")
     add("--mixed-precision", type=precision, help="precision (default: the run's)")
     add("--yes", action="store_true", help=f"do not ask before more than {_MOST_STEPS:,} steps are computed")
-    add("overrides", nargs="*", metavar="key=value", help="recipe values of the replay, such as data.path=PATH, or "
-        "train.max_micro_batch=8 (default: the run's micro-batch)")  # fmt: skip
+    add("overrides", nargs="*", metavar="key=value", help="recipe values, such as data.path=PATH or train.max_micro_batch=8")
 
 
 def _steps(text: str) -> Span:

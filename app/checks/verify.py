@@ -99,8 +99,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     """Print the verdict and where the time went; return 0 if every batch was trained on once, and 1 if not."""
     parser = Parser("verify", "Check that each global batch of a run was applied exactly once; show where the time went.")
     parser.add_argument("run", type=run_folder.existing, metavar="RUN", help="run folder")
-    parser.add_argument("--replay", type=positive, metavar="N", help="also compute N random steps again on this machine, as "
-        "`samerun replay` does, with the options below")  # fmt: skip
+    parser.add_argument("--replay", type=positive, metavar="N", help="also replay N random steps, as below")
     replay.add_options(parser)
     arguments = parser.parse_all(argv)
     if arguments.overrides and not arguments.replay:

@@ -122,7 +122,7 @@ def test_a_job_script_with_one_machine_rank_for_all_nodes_is_found(script: Path,
     assert audit.main(["--script", str(script)], {}, say=print) == is_wrong
     output = capsys.readouterr().out
     assert output.startswith(f"\nFAULT 16: {script.name}: `srun" if is_wrong else "\nNo fault was found."), output
-    assert ("Change: Let a shell on each node find its rank" in output) is is_wrong
+    assert ("Change: Give each node its rank" in output) is is_wrong
 
 
 def test_the_job_scripts_are_of_both_kinds() -> None:
@@ -170,7 +170,7 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: py
     for number in range(3):
         put(tmp_path, f"here/images/{number}.png", "")
     monkeypatch.setattr(runs, "_MOST_FILES", 2)
-    with pytest.raises(UsageError, match="here has more than 2 files, and each run gets a copy of the working folder"):
+    with pytest.raises(UsageError, match="here has over 2 files, and each run copies it"):
         runs.scratch_copy(tmp_path / "here", tmp_path / "copy")
 
 
