@@ -24,6 +24,7 @@ from app.building import Parts
 from app.checkpoints import checkpoint, step_folders, stored_weights
 from app.checkpoints.checkpoint import Resumed, check_same_run
 from app.checkpoints.sharded_state import unwrapped
+from app.data.mixture import Mixture
 from app.data.samples import Splits
 from app.distributed import handshake, model_preparation
 from app.errors import CheckpointError, RunFolderError
@@ -103,6 +104,8 @@ def find_checkpoint(parts: Parts, options: Namespace) -> Resumed | None:
     with runtime.together():
         if runtime.is_main and run_dir is not None:
             run_folder.refuse_links(Path(run_dir))
+    if resume == checkpoint.AUTO:
+        place = runtime.from_main(_began_at(place) or place)
     newest = next(iter(step_folders.candidates(place)), None)
     folder = checkpoint.find(runtime, place)
     with runtime.together():
@@ -116,6 +119,16 @@ def find_checkpoint(parts: Parts, options: Namespace) -> Resumed | None:
             run_folder.refuse_finished(place)
             if (place / run_folder.RECIPE).exists():
                 print(f"{place} has no checkpoint yet: the run starts from step 1", flush=True)  # noqa: T201
+    return None
+
+
+def _began_at(run_dir: Path) -> Path | None:
+    """Return the checkpoint of another run that a run without checkpoints of its own has begun with, if it is there."""
+    with suppress(RunFolderError, TypeError):
+        about = run_folder.read_json(run_dir / run_folder.RUN)
+        if "resumed_from" in about and not step_folders.committed(run_dir):
+            origin = Path(about.get("directory", ""), about["resumed_from"])
+            return origin if step_folders.is_checkpoint(origin) else None
     return None
 
 
@@ -165,6 +178,7 @@ def open_run_folder(
                 from_step=first_step,
                 total_steps=parts.length.total_steps,
                 training_samples=len(parts.data.train),
+                shuffled=not isinstance(parts.data.train, Mixture),
                 world_size=runtime.launched.world_size,
                 preset=preset.stem if preset else None,
                 resumed_from=str(resumed.folder) if resumed else None,
@@ -276,6 +290,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Ended
         **scored,
         "samples_per_s": samples_per_s,
         **training.metrics.units.result(training_s, steps=steps),
+        **training.metrics.sources.result(),
         "training_s": training_s,
         "world_size": runtime.launched.world_size,
         **runtime.launched.divided(),

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,22 @@ def examine(run: Training, samples: Samples, file: Path) -> Ended:
     A number that is not finite becomes null, and comes first.
     """
     parameter_groups.set_training(run.model, mode=True)
-    worst: list[tuple[float, int, Batch]] = []
     rows: list[dict[str, Any]] = []
+    worst: list[tuple[dict[str, Any], Batch]] = []
     with run.feed:
-        for number, (batch, _) in enumerate(run.feed.passes(run.first_step)):
+        for batch, _ in run.feed.passes(run.first_step):
             found = {"loss": float(take_pass(run, batch, 1.0).mean), "gradient_norm": run.steps.take_norm()}
-            size = -found["gradient_norm"] if math.isfinite(found["gradient_norm"]) else -math.inf
             finite = {name: it if math.isfinite(it) else None for name, it in found.items()}
-            rows.append({"samples": [int(it) % len(samples) for it in batch["numbers"]], **finite, "order": size})
-            worst = sorted([*worst, (size, number, batch)], key=lambda it: it[:2])[:_MOST_SHOWN]
-    for _, number, batch in worst:
-        rows[number] |= _preview(run.task, samples, batch)
-    ordered = sorted(rows, key=lambda row: float(row.pop("order")))
-    file.write_text(json.dumps({"step": run.first_step + 1, "rows": ordered}))
+            rows.append({"samples": [int(it) % len(samples) for it in batch["numbers"]], **finite})
+            worst = sorted([*worst, (rows[-1], batch)], key=lambda pair: _order(pair[0]))[:_MOST_SHOWN]
+    for row, batch in worst:
+        row.update(_preview(run.task, samples, batch))
+    file.write_text(json.dumps({"step": run.first_step + 1, "rows": sorted(rows, key=_order)}))
     return Ended(run.first_step, REPLAYED)
+
+
+def _order(row: Mapping[str, Any]) -> float:
+    return -math.inf if row["gradient_norm"] is None else -row["gradient_norm"]
 
 
 def _preview(task: Task, samples: Samples, batch: Batch) -> dict[str, str]:

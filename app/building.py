@@ -20,20 +20,21 @@ from app import tasks
 from app.data import loader
 from app.data.draws import Draws
 from app.data.loader import batches_of
+from app.data.mixture import Mixture
 from app.data.order import EvalBatches, TrainBatches, derive_key
 from app.data.samples import Batch, Samples, Splits, first_of, hold_out
 from app.distributed import model_preparation, numerics
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.environment import host
-from app.errors import DataError, PresetError, TrainingError, noted
+from app.errors import DataError, PresetError, RecipeError, TrainingError, noted
 from app.evaluation import Evaluation, evaluate
 from app.init import filling
 from app.init.units import Units
 from app.metrics.clock import Phase
 from app.optim import parameter_groups, schedule
 from app.recipe.recipe_file import LoadedRecipe
-from app.recipe.schema import Recipe
+from app.recipe.schema import Recipe, problems_of_mixture
 from app.task import Form, Task, overrides, own_part
 from app.tasks.own.own_task import OwnTask
 
@@ -90,7 +91,18 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
         if problem and validation is None and test is None:
             raise problem
         data = Splits(train, validation, test, task.data_digests())
-        return task, hold_out(data, recipe.train.validation_fraction, seed=recipe.seed)
+        data = hold_out(data, recipe.train.validation_fraction, seed=recipe.seed)
+        if to_train and isinstance(data.train, Mixture):
+            data = data._replace(train=_ordered(data.train, recipe))
+        return task, data
+
+
+def _ordered(mixture: Mixture, recipe: Recipe) -> Mixture:
+    """Return the samples of the run. Raises RecipeError for keys that count epochs."""
+    if problems := [*problems_of_mixture(recipe)]:
+        raise RecipeError(*problems)
+    assert recipe.train.steps is not None
+    return mixture.ordered(seed=recipe.seed, global_batch_size=recipe.train.global_batch_size, steps=recipe.train.steps)
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
@@ -206,15 +218,10 @@ class Feed:
         """`see` gets each batch, with its step and its number in it; `lap` ends a phase of a step, and `say` shows a line."""
         self._runtime, self._recipe, self._task, self._form = parts.runtime, parts.loaded.recipe, parts.task, parts.form
         self._samples, self._dropout = parts.data.train, parts.dropout
-        order = TrainBatches(
-            size=len(self._samples),
-            seed=self._recipe.seed,
-            global_batch_size=self._recipe.train.global_batch_size,
-            micro_batches_per_step=self._runtime.plan.accumulation,
-            first_step=first_step,
-            last_step=parts.length.total_steps,
-        )
+        steps = first_step, parts.length.total_steps
+        order = _train_batches(self._recipe, self._samples, *steps, micro_batches=self._runtime.plan.accumulation)
         self._global_batches = iter(replace(order, micro_batches_per_step=1))  # permuted many steps at a time
+        self._samples_count, self._task_counts = own_part(self._samples, "count"), overrides(self._task, "count")
         self.batches = _rank_batches(self._runtime, self._samples, order, seed=self._recipe.seed)
         """This rank's shares of the micro-batches; what fetches them is released with the model."""
         self._see, self._lap, self._say = see, lap, say
@@ -239,7 +246,8 @@ class Feed:
 
     def samples_of(self, step: int) -> list[int]:
         """Return the indices of the samples of a step (from 0)."""
-        return samples_of(self._recipe, len(self._samples), step).tolist()  # type: ignore[no-any-return]
+        batches = _train_batches(self._recipe, self._samples, step, step + 1, micro_batches=1)
+        return (next(iter(batches)) % len(self._samples)).tolist()  # type: ignore[no-any-return]
 
     def not_finite(self, step: int) -> str:
         """Return a sentence on a sample of a step (from 0) that is not finite, fetched as in an evaluation; empty: all are."""
@@ -267,12 +275,12 @@ class Feed:
         runtime = self._runtime
         passes = map(self._next, itertools.repeat(step), range(runtime.plan.accumulation))
         ranks = runtime.plan.data_ranks
-        if own_part(self._samples, "count") is not None:  # known beforehand, on the host
-            size = len(self._samples)
-            self.total = float(np.sum(self._samples.count(next(self._global_batches) % size)))
-            total = max(self.total, 1.0)
-            return ((batch, float(np.sum(self._samples.count(batch["numbers"] % size))) * ranks / total) for batch in passes)
-        if overrides(self._task, "count"):  # known when all batches are in memory
+        if self._samples_count is not None:  # known beforehand, on the host
+            each = np.asarray(self._samples_count(next(self._global_batches) % len(self._samples)))
+            self.total = float(each.sum())
+            own = each.reshape(runtime.plan.accumulation, ranks, -1)[:, runtime.launched.data_rank].sum(1)
+            return zip(passes, (own * ranks / max(self.total, 1.0)).tolist(), strict=True)
+        if self._task_counts:  # known when all batches are in memory
             batches = list(passes)
             counts = [torch.as_tensor(self._task.count(it), dtype=torch.float64, device=runtime.device) for it in batches]
             self.total = in_all = runtime.reduce(torch.stack(counts).sum())
@@ -316,11 +324,14 @@ def _generator_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
 
 
-def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:
-    """Return the indices, int64 [global batch], of the samples of a step (from 0), of `size` training samples."""
-    batch, seed = recipe.train.global_batch_size, recipe.seed
-    batches = TrainBatches(
-        size=size, seed=seed, global_batch_size=batch, micro_batches_per_step=1, first_step=step, last_step=step + 1
+def _train_batches(recipe: Recipe, samples: Samples, first_step: int, last_step: int, *, micro_batches: int) -> TrainBatches:
+    """Return the sampler of these steps (from 0), each of so many global micro-batches."""
+    return TrainBatches(
+        size=len(samples),
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batches_per_step=micro_batches,
+        first_step=first_step,
+        last_step=last_step,
+        shuffled=not isinstance(samples, Mixture),
     )
-    indices: np.ndarray = next(iter(batches)) % size
-    return indices

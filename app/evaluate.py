@@ -86,7 +86,9 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     recipe = _recipe(arguments, is_ours=is_ours)
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
-    micro_batch = min(share, recipe.train.max_micro_batch or share)
+    is_auto = recipe.train.max_micro_batch == "auto"
+    limit = run_folder.last_micro_batch(arguments.run) if is_auto else recipe.train.micro_batch_limit
+    micro_batch = min(share, limit or share)
     plan = BatchPlan(global_batch_size=micro_batch * ranks, data_ranks=ranks, accumulation=1)
     train, workers = recipe.train, arguments.workers
     runtime = Runtime(launched, plan, tf32=train.tf32, deterministic=train.deterministic, workers=workers)

@@ -210,17 +210,12 @@ def _other_files(reader: Reader, program: str, replayed: str) -> dict[str, bytes
 def _replayed(file: Path) -> str:
     """Return the model card's text on replayed steps. Raises UsageError if the file is not the output of `samerun verify`."""
     try:
-        values = json.loads(file.read_bytes())
-        is_good, steps, count, largest = (
-            values["verified"],
-            values["last_step"],
-            *map(values["replayed"].get, ("steps", "largest")),
-        )
-        text = f"{count:,} of {steps:,} steps, largest difference {largest:.1e}"
+        found = json.loads(file.read_bytes())
+        is_good, count, largest = found["verified"], *map(found["replayed"].__getitem__, ("steps", "largest"))
+        text = f"{count:,} of {found['last_step']:,} steps, largest difference {largest:.1e}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--replayed {file}: expected the output of `samerun verify RUN --replay N --json` ({error})"
-        ) from error
+        expected = "the output of `samerun verify RUN --replay N --json`"
+        raise UsageError(f"--replayed {file}: expected {expected} ({error})") from error
     if not is_good:
         raise UsageError(f"--replayed {file}: the run was not verified")
     return text

@@ -34,6 +34,8 @@ from app.task import Loss, Task
 _LINES_EVERY_S, _LINES_ON_TERMINAL_EVERY_S, _PROGRESS_EVERY_S = 5.0, 60.0, 0.5
 """Least time between two lines of metrics: one every few seconds shows that a run is alive; more would bury what matters. On a
 terminal a line of progress, rewritten in place, shows it."""
+_SLOW = 1.1
+"""Time of the slowest rank's own work, as a multiple of the ranks' median, above which a line names the rank."""
 
 
 class Display:
@@ -79,10 +81,13 @@ class Display:
         step = line["step"]
         loss = "none" if line["loss"] is None else number(line["loss"])
         skipped = f" (skipped steps: {len(line['skipped_steps'])})" if line["skipped_steps"] else ""
+        ratio = line["slowest_rank_ratio"] or 1.0
+        data = f"waiting for data {line['data_wait_share']:.0%}"
+        slow = f"  rank {line['slowest_rank']} is {ratio:.1f} x the median" if ratio > _SLOW else ""
         utilization = "" if line["mfu"] is None else f"  {line['mfu']:.0%} of the device's peak"
         self._latest = (
             f"epoch {line['epoch'] + 1}  loss {loss}{skipped}  lr {line['learning_rate']:.2e}  "
-            f"{line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  waiting for data {line['data_wait_share']:.0%}{utilization}"
+            f"{line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  {data}{utilization}{slow}"
         )
         every_s = _LINES_ON_TERMINAL_EVERY_S if self._in_place else _LINES_EVERY_S
         if time.perf_counter() - self._shown_s >= every_s or step == self._total_steps:

@@ -24,7 +24,7 @@ from app.errors import RecipeError, TrackerError, UsageError, did_you_mean, shor
 from app.recipe import recipe_file
 from app.runs import run_folder
 
-_N = TypeVar("_N", int, float, str)
+_N = TypeVar("_N")
 
 
 def names(text: str) -> list[str]:

@@ -16,9 +16,10 @@ import torch
 from app import building, tasks
 from app.attempt import Opened
 from app.building import Feed, Parts
-from app.checkpoints import checkpoint, stored_weights
+from app.checkpoints import checkpoint, optimizer_trial, stored_weights
 from app.checkpoints.sharded_state import Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
+from app.data.mixture import Mixture
 from app.data.samples import Splits, without_hold_out
 from app.distributed import handshake, model_preparation, numerics, sample_dropout
 from app.distributed.control import Control, Patience
@@ -33,7 +34,7 @@ from app.metrics.profile import Profile
 from app.metrics.trackers import SamplePreviews
 from app.optim import parameter_groups, schedule
 from app.optim.steps import FirstGradients, SpikeGuard, Steps
-from app.recipe import recipe_file, task_file
+from app.recipe import optimizers, recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
 from app.task import Form, Loss, NeedsData, Task, overrides
@@ -51,14 +52,21 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
-        notes: list[str] = []
-        rule = parameter_groups.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
+        if runtime.plan.is_auto:
+            model_preparation.refuse_batch_statistics(model)
+        # Refuses what does not fit before a run folder exists.
+        rule = parameter_groups.Rule.of(recipe.optim, model, block_classes(task, model))
+        if optimizers.is_foreign(recipe.optim.name):
+            rule = optimizer_trial.check(runtime, recipe, rule)
+        notes = [*rule.notes(), *parameter_groups.notes_on(recipe.optim, rule)]
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
         is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.can_shard(runtime)
         is_checked = is_own and rules.has_room(runtime, model, divided=divides)
         # What is checked with samples needs no look without them.
         narrow, counted = _without_data(task, model, data.train.facts, None if is_checked else dropout, count=runtime.is_main)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
+        # Inside the recomputation, which then recomputes compiled code.
+        notes += model_preparation.compile_blocks(runtime.accelerator, model, block_classes(task, model))
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
             model_preparation.checkpoint_activations(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
@@ -145,9 +153,10 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         peak_flops_per_s=clock.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision),
         log=recipe.log,
         unit=task.count_unit,
+        mixture=data.train if isinstance(data.train, Mixture) else None,
         first_step=first_step,
     )
-    shards = Shards(runtime.accelerator, model, optimizer)
+    shards = Shards(runtime.accelerator, model, optimizer, parts.rule)
     average = WeightAverage(shards, decay=recipe.train.ema_decay)
     check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
@@ -177,6 +186,13 @@ def prepare(parts: Parts, opened: Opened) -> Training:
     profile = Profile(runtime, claim, metrics.clock, window=recipe.profile.window, say=display.say)
     count = recipe.log.examples if overrides(task, "preview") else 0
     examples = SamplePreviews(opened.trackers, task, count=count, steps_per_epoch=length.steps_per_epoch)
+    gradients = FirstGradients(shards.model, runtime.together)
+
+    def before_first() -> None:
+        gradients.check()
+        if report := model_preparation.compile_report():
+            display.say(report)
+
     training = Training(
         recipe=recipe,
         runtime=runtime,
@@ -189,7 +205,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
             clip_norm=recipe.optim.clip_norm,
             spikes=spikes,
             before_backward=profile.name_backward,
-            before_first=FirstGradients(shards.model, runtime.together).check,
+            before_first=before_first,
             lap=profile.lap,
         ),
         average=average,
@@ -231,11 +247,15 @@ def _display(parts: Parts, run_dir: Path) -> Display:
     kind = f"cpu: torch {torch.__version__} finds no GPU" if by_itself else device.type
     count = launched.world_size
     scored = ", ".join(f"{len(samples):,} {split}" for split, samples in data.scored.items())
+    samples = (
+        f"{len(data.train):,} training samples, {length.steps_per_epoch} step{'s' * (length.steps_per_epoch > 1)} an epoch"
+    )
+    if isinstance(data.train, Mixture):
+        samples = f"training samples of {data.train}"
     display.say(
         f"recipe {parts.loaded.name} on {count} process{'es' if count > 1 else ''} ({launched.strategy}, {kind}), "
         f"run folder {run_dir}\n"
-        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} "
-        f"step{'s' * (length.steps_per_epoch > 1)} an epoch, {length.total_steps} step{'s' * (length.total_steps > 1)}; "
+        f"{runtime.plan}; {samples}, {length.total_steps} step{'s' * (length.total_steps > 1)}; "
         f"{f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
         f"mixed_precision {launched.mixed_precision}, {runtime.numerics}"
     )

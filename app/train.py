@@ -21,6 +21,7 @@ from app.environment.topology import LAUNCHER
 from app.errors import (
     STOPPED,
     PresetError,
+    RecipeError,
     SamerunError,
     exits_refused,
     is_of_a_lost_peer,
@@ -71,8 +72,14 @@ def _train(
 ) -> bool:
     """Train, and return True if the run was stopped before its end."""
     recipe = loaded.recipe
-    plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
-    if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
+    found = launched.micro_batch
+    plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel, most=found)
+    if plan.is_auto and found is None:
+        raise RecipeError(
+            f"train.max_micro_batch is auto ({loaded.origins['train.max_micro_batch']}), for which the run must be started by "
+            f"`samerun launch`: use it, or write a number, such as train.max_micro_batch={plan.micro_batch}"
+        )
+    if refusal := optimizers.refusal(recipe.optim.name, launched.strategy, launched.tensor_parallel):
         raise PresetError(refusal)
     if over := run_folder.finished(options_given.run_dir, options_given.resume, recipe_file.digest(recipe)):
         sys.stdout.write(f"{over}\n" if launched.rank == 0 else "")

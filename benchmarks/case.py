@@ -4,7 +4,8 @@
 
 CONNECTION is the number of a file descriptor, and TASK is JSON: `program`; `recipe` and `overrides`, whose data.path is a
 folder where the process may also write; `photographs` if it has JPEG files, which worker processes decode; `linear` for a model
-of one matrix; `channels_last` and `compiled` for the hand-written loop (for Samerun recipe and environment decide about these).
+of one matrix; `channels_last`, and `compiled`, the backend that compiles blocks of text, for the hand-written loop (for Samerun
+recipe and environment decide about these).
 
 The peers do the same work as their documentation shows it, in as few lines as that takes. They load data in their own process,
 and nothing is logged, saved or shown.
@@ -249,6 +250,12 @@ class Text(Work):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
+    def compile_blocks(self, model: Any, backend: str) -> None:
+        """Compile each block in place."""
+        for block in model.modules():
+            if type(block).__name__ in model._no_split_modules:
+                block.compile(backend=backend)
+
     def loss(self, model: Callable[..., Any], batch: Any) -> torch.Tensor:
         """Return the mean loss of a batch."""
         logits = model(input_ids=batch[:, :-1]).logits
@@ -273,13 +280,14 @@ def hand_written(work: Any, *, fused: bool | None = None) -> None:
         model = work.build()
     if work.task.get("channels_last"):
         model = model.to(memory_format=torch.channels_last)
-    network = torch.compile(model) if work.task.get("compiled") else model
-    work.meter.watch(network)  # a compiled model has to be counted from outside
+    if backend := work.task.get("compiled"):
+        work.compile_blocks(model, backend)
+    work.meter.watch(model)
     optimizer = work.optimizer(model, fused=fused)
     is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     for batch in work.batches():
         with torch.autocast(work.device.type, torch.bfloat16, enabled=is_bf16):
-            loss = work.loss(network, batch)
+            loss = work.loss(model, batch)
         loss.backward()
         if work.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)

@@ -35,9 +35,9 @@ CONSTANT = (
 """Recipe values of every contest: what the programs do not have in common is switched off."""
 IMAGES = (
     *CONSTANT, "optim.warmup_epochs=null", "optim.clip_norm=null", "augment.label_smoothing=0", "augment.crop_padding=0",
-    "data.source=arrays", "data.validation_split=null", "train.validation_fraction=null",
+    "augment.flip=0", "data.source=arrays", "data.validation_split=null", "train.validation_fraction=null",
 )  # fmt: skip
-TEXT = (*CONSTANT, "optim.warmup_steps=null", "optim.cosine_steps=null", "optim.clip_norm=1.0")
+TEXT = (*CONSTANT, "optim.warmup_steps=null", "optim.schedule_steps=null", "optim.clip_norm=1.0")
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 _UNSET = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "PBS_")
 

@@ -1,9 +1,13 @@
-"""Draw the figures of docs/learn/lesson.md: `python docs/figures.py`."""
+"""Draw the figures of docs/learn/lesson.md and docs/optimizers.md: `PYTHONPATH=. python docs/figures.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from app.optim import schedule
+from app.recipe.schema import OptimRecipe
 
 DOCS = Path(__file__).parent
 RANKS = 4
@@ -90,6 +94,34 @@ def _ring(x: float, y: float, panel: int) -> Iterator[str]:
             yield _box(left - 36 + chunk * 18, top - 8, 18, 24, COLORS["weights"] if summed else "#e4e4e4")
 
 
+def schedules() -> str:
+    """Return a plot of the learning rate of each `optim.schedule` over 1,000 steps, and of the decays of wsd."""
+    steps, width, height = 1000, 210, 110
+    common: dict[str, Any] = {"lr": 1.0, "warmup_steps": 100, "final_lr_ratio": 0.1, "power": 2.0}
+    common |= {"decay_epochs": (40, 75), "decay_factor": 0.3}
+    sizes = {"global_batch_size": 1, "steps_per_epoch": 10, "total_steps": steps}
+    panels: dict[str, list[dict[str, Any]]] = {name: [{"schedule": name, "decay_steps": 200}] for name in schedule.USED_KEYS}
+    decays = ("linear", "sqrt", "cosine")
+    panels["wsd: decay_type"] = [{"schedule": "wsd", "decay_steps": 600, "decay_type": name} for name in decays]
+    labels = {"polynomial": "polynomial, power 2", "step": "step, factor 0.3", "wsd": "wsd, decay_steps 200"}
+    parts = []
+    for number, (title, drawn) in enumerate(panels.items()):
+        left, top = 20 + number % 4 * (width + 25), 34 + number // 4 * (height + 60)
+        axis = f"M{left} {top}V{top + height}H{left + width}"
+        parts += [_text(left, top - 10, labels.get(title, title), "bold"), f'<path fill="none" stroke="#999" d="{axis}"/>']
+        for keys in drawn:
+            optim = OptimRecipe(**common, **keys)
+            rates = ((step, schedule.lr_at(step, optim=optim, **sizes)) for step in range(0, steps + 1, 10))
+            points = " ".join(f"{left + step / steps * width:.1f},{top + (1 - rate) * height:.1f}" for step, rate in rates)
+            parts.append(f'<polyline fill="none" stroke="#2b6cb0" stroke-width="2" points="{points}"/>')
+        if len(drawn) > 1:
+            for name, x, y in (("cosine", 128, 0.14), ("linear", 168, 0.48), ("sqrt", 64, 0.55)):
+                parts.append(_text(left + x, top + y * height, name, "small"))
+    parts.append(_text(20, 2 * (34 + height) + 62, "From left to right 1,000 steps, the first 100 of them warm-up, and from 0 "
+                       "to the peak; optim.final_lr_ratio is 0.1.", "small"))  # fmt: skip
+    return _svg("Learning rate schedules", 950, 2 * (34 + height) + 80, parts)
+
+
 def _box(x: float, y: float, width: float, height: float, color: str | None) -> str:
     look = f'class="held" fill="{color}"' if color else 'class="gone"'
     return f'<rect {look} x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>'
@@ -108,13 +140,13 @@ def _svg(title: str, width: int, height: int, parts: list[str]) -> str:
     )
 
 
-FIGURES = {"ring-all-reduce.svg": ring, "zero.svg": zero}
+FIGURES = {"learn/ring-all-reduce.svg": ring, "learn/zero.svg": zero, "schedules.svg": schedules}
 
 
 def main() -> None:
     """Write the figures."""
     for name, draw in FIGURES.items():
-        (DOCS / "learn" / name).write_text(draw())
+        (DOCS / name).write_text(draw())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ VARIABLES = {
     "SAMERUN_STARTER": "How the other hosts of a job are started: `pbs_tmrsh`, `mpiexec` or `ssh` (docs/pbs-mpi-ssh.md).",
 }
 """Variables that a user can set."""
-_OWN = {"ATTEMPT", "ERRORS", "FIRST_JOB", "LAUNCHER", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME", "THREADS"}
+_OWN = {"ATTEMPT", "ERRORS", "FIRST_JOB", "LAUNCHER", "MICRO_BATCH", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME",
+        "THREADS"}  # fmt: skip
 """Variables that the launcher sets for its own processes."""
 _EXIT_CODES = {
     0: "Success. The run finished, or its job was requeued.",

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from app.environment.launched import NO_FP16_ON_CPU
-from app.environment.topology import KEY, PRESET_FILE, Topology
+from app.environment.topology import KEY, MICRO_BATCH, PRESET_FILE, Topology
 from app.errors import PresetError
 from launch.preset import PARALLELISM, Preset
 from launch.run_module import ACCELERATE, program
@@ -50,13 +50,15 @@ def accelerate_argv(
     mixed_precision: str | None = None,
     node_rank: int | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
+    micro_batch: int | None = None,
 ) -> list[str]:
     """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
 
-    `node_rank` stands for another node, `mixed_precision` replaces the preset's, and `sizes` replace the sizes in its
-    parallelism_config. Where the names of the hosts are known, each line of a process begins with its rank and host. With one
-    process, the presets for several work unchanged: their process is a group of one, with a RANK and a WORLD_SIZE like any
-    other (only the option --multi_gpu refuses it, which a file does not set).
+    `node_rank` stands for another node, `mixed_precision` replaces the preset's, `sizes` replace the sizes in its
+    parallelism_config, and `micro_batch` is the most samples of a pass if the recipe leaves that to the launcher. Where the
+    names of the hosts are known, each line of a process begins with its rank and host. With one process, the presets for
+    several work unchanged: their process is a group of one, with a RANK and a WORLD_SIZE like any other (only the option
+    --multi_gpu refuses it, which a file does not set).
 
     Raises PresetError for a preset that starts one process where the topology has more (Accelerate would start it silently),
     for fp16 under a preset that asks for the CPU, for a file that contradicts the launch and for sizes that the preset does not
@@ -79,6 +81,8 @@ def accelerate_argv(
     if topology.threads_per_process is not None:
         # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
         variables.append(f"OMP_NUM_THREADS={topology.threads_per_process}")
+    if micro_batch is not None:
+        variables.append(f"{MICRO_BATCH}={micro_batch}")
     if label_lines:
         # One log for many: each line names its process. torchrun has a name for the host since torch 2.14 only.
         variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[node_rank]}] ")

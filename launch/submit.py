@@ -135,7 +135,7 @@ def _check(
         found, recipe = recipe_problems.setdefault(f"task {index} of --array", []), None
         try:
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
-            if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy)):
+            if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy, degrees.tensor_parallel)):
                 found.append(refusal)
             ranks = topology.world_size // degrees.tensor_parallel
             batches[str(BatchPlan.of(recipe, ranks, tensor_parallel=degrees.tensor_parallel))] = None

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,16 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
                 file.write(line)
 
     return keep
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Put the end of a failure's report into the file of measurements immediately: pytest may be ended before its summary."""
+    report, path = (yield), item.config.getoption("--figures")
+    if path and report.failed:
+        with Path(path).open("a") as file:
+            file.write(f"{item.name} FAILED in {report.when}: {report.longreprtext[-4000:]}\n")
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 22_300,
-    "files of app, launch and samerun": 161,
-    "code lines of tests": 19_600,
+    "code lines of app, launch and samerun": 23_500,
+    "files of app, launch and samerun": 165,
+    "code lines of tests": 20_900,
     "code lines of benchmarks": 1_200,
-    "words of docs": 27_500,
+    "words of docs": 29_200,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -21,7 +21,7 @@ def load(path: Path) -> list[Event]:
         assert event["pid"] > 0, event
         assert event["ts"] >= 0, event
         assert event["ph"] in ("X", "M", "s", "f"), event
-        assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"] and isinstance(event["args"], dict)), event
+        assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"] and isinstance(event.get("args", {}), dict)), event
         assert event["ph"] == "M" or (event["pid"], event["tid"]) in named, event
     _check_nesting(events)
     return events

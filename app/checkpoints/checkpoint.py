@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -38,7 +39,7 @@ from app.optim import schedule
 from app.optim.schedule import Length
 from app.optim.steps import SpikeGuard
 from app.recipe import recipe_file, task_file
-from app.recipe.schema import Recipe, skipped_upto
+from app.recipe.schema import Recipe, changes_upto, skipped_upto
 from app.runs.claim import Claim
 
 NEVER, AUTO = "never", "auto"
@@ -48,6 +49,8 @@ _STOPPING = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_step
 """Keys that affect training only through early stopping."""
 _SKIP = "train.skip_steps"
 """Key that may change beyond the step of the checkpoint."""
+_SCHEDULE = frozenset(f"optim.{key}" for key in schedule.KEYS)
+"""Keys that may change if no step before the checkpoint had another learning rate by them."""
 _MOST_DIFFERENCES = 20
 """Differences in an error."""
 _NO_KEY = "no such key"
@@ -203,8 +206,9 @@ class Checkpoints:
         try:
             if not is_saved:
                 self._runtime.average_buffers(self._shards.model)
-                key = WEIGHT if self._shards.averages is None else AVERAGE
-                entries = self._write_pieces(self._runtime, step, [it for it in self._shards.owned_pieces() if it.key == key])
+                pieces = self._shards.owned_pieces()
+                key = AVERAGE if any(it.key == AVERAGE for it in pieces) else WEIGHT
+                entries = self._write_pieces(self._runtime, step, [it for it in pieces if it.key == key])
                 with self._runtime.together():
                     if is_main:
                         state, buffers = {"step": step}, self._shards.buffers()
@@ -223,7 +227,7 @@ class Checkpoints:
         # If a later start has taken the folder over and removed this checkpoint, the error names that as the reason.
         with self._runtime.together(), self._claim.errors(folder, "read"):
             reader = Reader(folder)
-            self._shards.allocate_state(reader.keys(), reader.state["optimizer"])
+            self._shards.allocate_state(reader.keys(), reader.state["optimizer"], reader.state.get("optimizer_counts", ()))
             for piece in self._shards.pieces():
                 reader.read_into(piece)
             saved, buffers = reader.buffers(), self._shards.buffers()
@@ -237,6 +241,7 @@ class Checkpoints:
         self._patience.load(reader.state.get("patience"))
         self._spikes.load(reader.state.get("gradient_norms"), step=reader.state["step"])
         self._metrics.units.load(reader.state.get("units_seen", 0))
+        self._metrics.sources.load(reader.state.get("seen_by_source", {}))
         self._metrics.skipped_in_row = reader.state.get("skipped_in_row", 0)
         self._shards.publish()
 
@@ -251,8 +256,10 @@ class Checkpoints:
             "patience": self._patience.state(),
             "gradient_norms": self._spikes.state(),
             "units_seen": self._metrics.units.state(),
+            "seen_by_source": dict(self._metrics.sources.seen),
             "skipped_in_row": self._metrics.skipped_in_row,
             "optimizer": self._shards.scalars(),
+            "optimizer_counts": self._shards.counts(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }
 
@@ -315,10 +322,12 @@ def check_same_run(
     """
     state = Reader(folder).state
     defaults = recipe_file.flat(recipe_file.build({"task": recipe.task}))  # of keys that are newer than the checkpoint
-    before, now = {**defaults, **state["recipe"]}, dict(recipe_file.flat(recipe))
+    before, now = {**defaults, **recipe_file.renamed(state["recipe"])}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         values["task"] = task_file.name_of(values["task"])
-    may_change = recipe_file.marked("not_learnt", recipe.task) | recipe_file.marked("places", recipe.task) | _LENGTH | {_SKIP}
+    before, now = (recipe_file.without_places(values, recipe.task) for values in (before, now))
+    by_step = recipe_file.marked("by_step", recipe.task)
+    may_change = recipe_file.marked("not_learnt", recipe.task) | by_step | _LENGTH | _SCHEDULE | {_SKIP}
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING
     pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]
@@ -344,21 +353,60 @@ def check_same_run(
             f"{folder} is at step {step}, and this run has only {length.total_steps} steps: give train.steps={step} or more, "
             "or --resume from an earlier checkpoint with another --run-dir."
         )
-    if skipped_upto(before[_SKIP], step) != skipped_upto(now[_SKIP], step):
-        raise CheckpointError(
-            f"{folder} is at step {step}, and {_SKIP} was {before[_SKIP]} and is {now[_SKIP]}, which differ in steps that were "
-            "taken already: change later steps only, or give --resume an earlier checkpoint, with another --run-dir."
-        )
-    train = replace(recipe.train, epochs=before.get("train.epochs"), steps=before.get("train.steps"))
+    for key in (_SKIP, *by_step):
+        then, present = ((skipped_upto if key == _SKIP else changes_upto)(values[key], step) for values in (before, now))
+        if then != present:
+            raise CheckpointError(
+                f"{folder} is at step {step}, and {key} was {before[key]} and is {now[key]}, which differ in steps that were "
+                "taken already: change later steps only, or give --resume an earlier checkpoint, with another --run-dir."
+            )
+    return Resumed(folder, step, _rates_note(folder, step, recipe, before, now, length))
+
+
+def _rates_note(
+    folder: Path, step: int, recipe: Recipe, before: Mapping[str, Any], now: Mapping[str, Any], length: Length
+) -> str | None:
+    """Return what a new length or schedule changes in the learning rates of a run resumed after `step`; None: neither is new.
+
+    `before` and `now` are the recipe's values by key. Raises CheckpointError if a step that was taken has another rate by the
+    new ones. If the length alone is new, that is only noted, since all rates of a cosine, linear or polynomial schedule depend
+    on it; but not of a wsd schedule, which an earlier checkpoint continues.
+    """
+    train = replace(recipe.train, epochs=before["train.epochs"], steps=before["train.steps"])
+    optim = replace(recipe.optim, **{key: before[f"optim.{key}"] for key in schedule.KEYS})
     steps_before = schedule.total_steps(train, steps_per_epoch=length.steps_per_epoch)
-    first = schedule.first_step_by_length(recipe.optim, steps_per_epoch=length.steps_per_epoch)
-    if first is None or steps_before == length.total_steps:
-        return Resumed(folder, step, None)
-    note = (
-        f"the run is {length.total_steps:,} steps long instead of {steps_before:,}: under optim.schedule="
-        f"{recipe.optim.schedule} this changes all learning rates from step {max(step, first) + 1:,} on"
+    changes = [f"{key} was {before[key]!r} and is {now[key]!r}" for key in sorted(_SCHEDULE) if before[key] != now[key]]
+    is_only_length = not changes
+    if steps_before != length.total_steps:
+        changes.insert(0, f"the run is {length.total_steps:,} steps long instead of {steps_before:,}")
+    if not changes:
+        return None
+    one, other = (
+        partial(
+            schedule.lr_at,
+            optim=it,
+            global_batch_size=recipe.train.global_batch_size,
+            steps_per_epoch=length.steps_per_epoch,
+            total_steps=total_steps,
+        )
+        for it, total_steps in ((optim, steps_before), (recipe.optim, length.total_steps))
     )
-    return Resumed(folder, step, note)
+    first = schedule.first_difference(one, other, steps=min(steps_before, length.total_steps))
+    said = ", ".join(changes)
+    if first is None:
+        return f"{said}, which changes no learning rate"
+    if first >= step:
+        return f"{said}, which changes learning rates from step {first + 1:,} on"
+    if is_only_length and recipe.optim.schedule != "wsd":
+        return (
+            f"{said}: under optim.schedule={recipe.optim.schedule} this changes all learning rates from step "
+            f"{max(step, first) + 1:,} on (optim.schedule_steps={steps_before} keeps them)"
+        )
+    earlier = f", or give --resume a checkpoint of step {first} or earlier, with another --run-dir"
+    raise CheckpointError(
+        f"{folder} is at step {step}, and {said}, which changes the learning rate of step {first + 1:,}, a step taken "
+        f"already: undo the change{earlier if first else ''}."
+    )
 
 
 # ---- Frozen parameters -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_frag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +28,9 @@ from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, PresetError
 from app.init.region import AVERAGE, WEIGHT, Piece, Region, copies
-from app.optim.parameter_groups import Rule
+from app.optim import foreign
+from app.optim.parameter_groups import Rule, set_rate
 
-_SCALARS = ("step", "mu_product")
-"""State of torch's and DeepSpeed's optimizers that is not per element; a scalar parameter's has the same shape."""
 _SHOWN = 3
 """Differences that a message names."""
 _REMEDY = "Try an unchanged preset of accelerate_configs/."
@@ -75,15 +74,22 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 class Shards:
     """The tensors of a prepared model and optimizer, addressed by what they are."""
 
-    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
-        """Find the tensors of a prepared `model` and `optimizer`. Raises PresetError if they are not accessible there."""
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, rule: Rule | type[Rule] = Rule
+    ) -> None:
+        """Find the tensors of a prepared `model` and `optimizer`. Raises PresetError if they are not accessible there.
+
+        `rule` names scalar states: by its shape one could be that of a scalar parameter. Without, they are torch's.
+        """
+        self._scalars, self._counted = rule.scalars, rule.counted
         self.model, self._holder = unwrapped(model), optimizer.optimizer
         self.averages: list[torch.Tensor] | None = None
         """The moving averages of `weights`, in the same order, which `WeightAverage` sets."""
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
+        is_plain = isinstance(self._holder, torch.optim.Optimizer)
+        self.stepper: torch.optim.Optimizer = self._holder if is_plain else self._holder.optimizer
         """The optimizer that steps, inside the wrappers of `prepare`."""
-        if isinstance(self._holder, torch.optim.Optimizer):  # one process, DDP and FSDP2: it steps on the parameters themselves
+        if is_plain:  # one process, DDP and FSDP2: it steps on the parameters themselves
             self._zero_flats = None
             is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
             # A whole parameter among sharded ones is not a copy: nothing adds up its gradients.
@@ -125,22 +131,35 @@ class Shards:
     def owned_pieces(self) -> list[Piece]:
         """Return the pieces that this rank writes. Together the ranks write every element of every tensor exactly once.
 
-        Where several ranks hold the same elements, each writes an even share of every tensor.
+        Where several ranks hold the same elements, each writes an even share of every tensor. If the optimizer has weights for
+        evaluation, these are written as averages.
         """
-        return [share for piece in self.pieces() if (share := piece.share()).region.count > 0]
+        pieces = self.pieces()
+        if foreign.has_modes(self.stepper):
+            with self.evaluated():
+                pieces += [replace(it, key=AVERAGE, values=it.values.clone()) for it in pieces if it.key == WEIGHT]
+        return [share for piece in pieces if (share := piece.share()).region.count > 0]
 
     def scalars(self) -> dict[str, float]:
         """Return the optimizer's scalars: the number of steps, and values derived from it; the same for all weights."""
         counts = [
-            {key: float(value) for key, value in state.items() if key in _SCALARS}
+            {key: float(value) for key, value in state.items() if key in self._scalars}
             for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
             if state
         ]
+        counts = [count for count in counts if count]  # Muon's matrices count no steps
         assert all(count == counts[0] for count in counts), f"some parameters were updated more often than others: {counts}"
         return counts[0] if counts else {}
 
-    def allocate_state(self, keys: Collection[str], scalars: Mapping[str, float]) -> None:
-        """Give a fresh optimizer state to read into: zeros, and the checkpoint's `scalars`.
+    def counts(self) -> list[dict[str, Any]]:
+        """Return, for each parameter group, the settings that the optimizer's own steps change."""
+        groups = ({key: group[key] for key in self._counted} for group in self.stepper.param_groups)
+        return [{key: it.item() if torch.is_tensor(it) else it for key, it in group.items()} for group in groups]
+
+    def allocate_state(
+        self, keys: Collection[str], scalars: Mapping[str, float], counts: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Give a fresh optimizer state to read into: zeros, and the checkpoint's `scalars` and `counts`.
 
         `keys` are the keys of the checkpoint's pieces; weights and average are skipped. The optimizer creates its state itself,
         in a step with a learning rate and gradients of zero, as in torch.distributed.checkpoint.state_dict: only it knows the
@@ -151,8 +170,8 @@ class Shards:
             return  # an optimizer without state, or a checkpoint from before the first step
         self._step_on_zeros()
         found = {key for tensor in self._stepped for key, _ in self.states(tensor)}
-        counted = {key for tensor in self._stepped for key in self.stepper.state[tensor] if key in _SCALARS}
-        if self._stepped and (found != expected or counted != scalars.keys()):
+        numbers = {key for tensor in self._stepped for key in self.stepper.state[tensor] if key in self._scalars}
+        if self._stepped and (found != expected or numbers != scalars.keys()):
             theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
             raise CheckpointError(
                 f"the checkpoint holds {theirs} for each weight, but this run's optimizer, {type(self.stepper).__name__}, "
@@ -162,8 +181,11 @@ class Shards:
             state = self.stepper.state[tensor]
             for _, values in self.states(tensor):
                 values.zero_()  # SGD's momentum has the decay of the weights
-            for key, value in scalars.items():
+            for key in scalars.keys() & state.keys():
+                value = scalars[key]
                 state[key] = state[key].fill_(value) if torch.is_tensor(state[key]) else type(state[key])(value)
+        for group, own in zip(self.stepper.param_groups, counts, strict=False):
+            group.update({key: group[key].fill_(it) if torch.is_tensor(group[key]) else it for key, it in own.items()})
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -195,15 +217,16 @@ class Shards:
         return {id(flat): groups[group_of[index]] for index, flat in enumerate(self._zero_flats)}
 
     def states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return the optimizer's state tensors for one of its tensors, without scalars."""
+        """Return the optimizer's state tensors for one of its tensors, without scalars; of a quantized one, its parts."""
         state = self.stepper.state.get(stepped, {})
-        return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
+        found = ((key, value) for key, value in state.items() if key not in self._scalars and torch.is_tensor(value))
+        return [part for key, value in found for part in _parts(key, value)]
 
     def _step_on_zeros(self) -> None:
-        rates = [(group, group["lr"]) for group in self.stepper.param_groups]
+        rates = [(group, float(group["lr"])) for group in self.stepper.param_groups]
         gradients = [(tensor, tensor.grad) for tensor in self._stepped]
         for group, _ in rates:
-            group["lr"] = 0.0
+            set_rate(group, 0.0)
         for tensor, _ in gradients:
             tensor.grad = torch.zeros_like(tensor)
         if self._zero_flats is None:
@@ -214,7 +237,37 @@ class Shards:
         for tensor, gradient in gradients:
             tensor.grad = gradient
         for group, rate in rates:
-            group["lr"] = rate
+            set_rate(group, rate)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Give the model the weights that its optimizer has for evaluations, if any, inside the block, and its own after it.
+
+        Its own are the same to the bit: the optimizer would compute them again, with other rounding.
+        """
+        if not foreign.has_modes(self.stepper):
+            yield
+            return
+        stepper: Any = self.stepper
+        own = [weights.clone() for weights in self.weights]
+        with torch.no_grad():
+            stepper.eval()
+        self.publish()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                stepper.train()
+            torch._foreach_copy_(self.weights, own)
+            self.publish()
+
+
+def _parts(key: str, state: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return a state tensor, or the plain tensors inside a subclass of torch's, as torchao has them, each with its name."""
+    if isinstance(state, DTensor) or not hasattr(state, "__tensor_flatten__"):
+        return [(key, state)]
+    inner, _ = state.__tensor_flatten__()
+    return [(f"{key}.{name}", getattr(state, name)) for name in inner]
 
 
 class WeightAverage:
@@ -246,7 +299,8 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """Give the model the averaged weights inside the block, and its own after it."""
         if self._decay is None:
-            yield
+            with self._shards.evaluated():
+                yield
             return
         self._exchange()
         try:

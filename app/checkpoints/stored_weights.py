@@ -230,7 +230,7 @@ def merged(contents: Mapping[str, Content], adapters: Adapters | None) -> dict[s
 def _sums(base: Content, down: Content, up: Content, low: LowRank) -> Iterator[bytes]:
     """Yield the chunks of a weight plus the adapters' product, in float64 until they are rounded to the weight's type."""
     columns, dtype = base.shape[1], torch_dtype(base.dtype)
-    left, right = (_tensor(down).T, _tensor(up).T) if low.transposed else (_tensor(up), _tensor(down))
+    left, right = (tensor_of(down).T, tensor_of(up).T) if low.transposed else (tensor_of(up), tensor_of(down))
     at = 0
     for chunk in base.chunks:
         values = torch.frombuffer(bytearray(chunk), dtype=dtype)
@@ -240,7 +240,8 @@ def _sums(base: Content, down: Content, up: Content, low: LowRank) -> Iterator[b
         at += len(values)
 
 
-def _tensor(content: Content) -> torch.Tensor:
+def tensor_of(content: Content) -> torch.Tensor:
+    """Return a tensor, float64."""
     whole = bytearray().join(content.chunks)
     return torch.frombuffer(whole, dtype=torch_dtype(content.dtype)).view(content.shape).double()
 

@@ -47,8 +47,14 @@ _DTYPES = {
 _SAVED = {theirs: ours for ours, (theirs, _) in _DTYPES.items() if not ours.startswith("F8")}
 """The dtypes that can be saved: torch's name and safetensors'."""
 
+
 OF_TORCH = {"format": "pt"}
 """Metadata by which libraries recognise a file as torch's."""
+
+
+def can_save(dtype: torch.dtype) -> bool:
+    """Return True if a tensor of this type can be saved."""
+    return str(dtype).removeprefix("torch.") in _SAVED
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.checks import replay
-from app.checks.replay import SAME, Record, Replayer, Say, Span, Walk
+from app.checks.replay import SAME, Record, Replayer, Say, Span
 from app.options import Parser
 from app.recipe import recipe_file
 from app.reports.compare import ABSENT, Comparison, Pair, compare
@@ -69,10 +69,11 @@ def _by_recipe(replayers: Sequence[Replayer], pairs: Mapping[str, Pair], say: Sa
     beyond = [it for it in replay.values((one, other), one.losses) if it.name == "loss" and it.difference > SAME]
     if not beyond or not keys or (0, None) not in one.origins(1):
         return listed
-    walk = Walk([beyond[0].span[1]], 0, None, beyond[0].span[1])
-    replayers[0].agree([walk] * len(keys), say)
-    for number, chosen in enumerate([*([key] for key in keys), *([keys] if len(keys) > 1 else [])]):
-        replayed = replayers[0].start(walk, f"key-{number}", {key: json.dumps(pairs[key][1]) for key in chosen})
+    tried, end = [*([key] for key in keys), *([keys] if len(keys) > 1 else [])], beyond[0].span[1]
+    replayers[0].agree(end * len(tried), say)
+    for number, chosen in enumerate(tried):
+        values = (f"{key}={json.dumps(pairs[key][1])}" for key in chosen)
+        replayed = replayers[0].start(f"key-{number}", None, end, *values)
         losses = [it for it in replay.values((other, replayed), [beyond[0].span]) if it.name == "loss"]
         if losses and losses[0].difference <= SAME:
             return [*listed, f"{' and '.join(chosen)} explains it: with B's value A has B's loss, {losses[0].replayed:.8g}"]
@@ -81,13 +82,11 @@ def _by_recipe(replayers: Sequence[Replayer], pairs: Mapping[str, Pair], say: Sa
 
 def _by_replay(replayers: Sequence[Replayer], found: Comparison, span: Span, say: Say) -> list[str]:
     """Return whether draws, arithmetic or the state before differ, by computing the line again for each run."""
-    walks = [replay.walks(replayer.record, [span[1]])[0] for replayer in replayers]
-    replayers[0].agree(walks, say)
-    replays = [replay.replay(replayer, walk) for replayer, walk in zip(replayers, walks, strict=True)]
+    replays = [replay.replay_all(replayer, [span[1]], say=say)[0] for replayer in replayers]
     sizes = [replay.largest_difference(it.values) for it in replays]
-    same = [f"agrees with its replay here (largest relative difference {size:.1e})" for size in sizes]
-    other = [f"differs from its replay here: {'; '.join(it.causes)}" for it in replays]
-    sentences = [f"{name} {other[at] if replays[at].causes else same[at]}" for at, name in enumerate("AB")]
+    sentences = [f"{name} differs from its replay here: {'; '.join(it.causes)}" if it.causes else
+                 f"{name} agrees with its replay here (largest relative difference {size:.1e})"
+                 for name, it, size in zip("AB", replays, sizes, strict=True)]  # fmt: skip
     if not any(it.causes for it in replays):
         return [*sentences, "so the states from which these steps begin differ, by rounding that grew or by the data"]
     machines = {key: pair for key, pair in found.machines.items() if not key.startswith(replay.NO_CHANGE)}

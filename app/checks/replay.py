@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.checkpoints import step_folders
 from app.errors import STOPPED, RunFolderError, TrainingError, UsageError
 from app.files.text_files import Lines, is_count, is_finite
-from app.init.region import Piece, Region
-from app.options import Parser, positive, precision
+from app.options import Parser, positive, precision, value_reader
 from app.recipe import recipe_file
 from app.reports import past_run
 from app.reports.compare import ABSENT, Comparison, compare, digests, learning_rates, losses_by_steps, relative_difference
@@ -50,9 +46,8 @@ _STATE = 1e-4
 """Largest difference of two states of a run, relative to a tensor's largest element, that rounding explains."""
 _TAIL_LINES, _ROWS = 12, 20
 """Lines of the output of a failed replay, and rows of the table of samples."""
-_VALUES = {"log.samples": "false", "log.examples": "0", "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null",
-            "checkpoint.keep_every": "null", "checkpoint.keep_best": "false", "profile.steps": "null",
-            "log.each_step": "true"}  # fmt: skip
+_VALUES = ("log.samples=false", "log.examples=0", "log.each_step=true", "checkpoint.every_steps=null", "profile.steps=null",
+    "checkpoint.every_minutes=null", "checkpoint.keep_every=null", "checkpoint.keep_best=false")  # fmt: skip
 """Values of keys that do not affect training, in a replay. It logs at the same steps as the run."""
 
 Span = tuple[int, int]
@@ -130,18 +125,15 @@ def walks(record: Record, wanted: Iterable[int]) -> list[Walk]:
 
     Raises RunFolderError for a step that the run has not taken, and if no checkpoint is left before a step.
     """
-    last, folder = max(record.digests, default=0), record.run.folder
-
-    def place(step: int) -> tuple[int, Path | None]:
+    folder, groups = record.run.folder, dict[tuple[int, Path | None], list[int]]()
+    for step in sorted(wanted):
         if step not in record.digests:
+            last = max(record.digests, default=0)
             raise RunFolderError(f"step {step} is not in the ledger of {folder}, whose last step is {last}.")
-        if places := record.origins(record.span_of(step)[0]):
-            return places[0]
-        raise RunFolderError(f"{folder} has no checkpoint before step {step}, and its first steps were taken in another run, "
-            "whose checkpoint is gone: choose a later step.")  # fmt: skip
-
-    places = {step: place(step) for step in sorted(wanted)}
-    groups = {at: [step for step in places if places[step] == at] for at in places.values()}
+        if not (places := record.origins(record.span_of(step)[0])):
+            raise RunFolderError(f"{folder} has no checkpoint before step {step}, and its first steps were taken in another "
+                "run, whose checkpoint is gone: choose a later step.")  # fmt: skip
+        groups.setdefault(places[0], []).append(step)
     return [Walk(steps, *at, max(record.span_of(step)[1] for step in steps)) for at, steps in groups.items()]
 
 
@@ -160,7 +152,7 @@ class Value(NamedTuple):
     def where(self) -> str:
         """`step 7`, or `steps 1-50` of a line that covers several."""
         first, last = self.span
-        return f"step {last}" if first == last or self.name != "loss" else f"steps {first}-{last}"
+        return f"steps {first}-{last}" if self.name == "loss" and first < last else f"step {last}"
 
 
 def values(both: Sequence[Record], spans: Iterable[Span]) -> list[Value]:
@@ -182,11 +174,11 @@ def fed_otherwise(both: Sequence[Record], found: Comparison, names: tuple[str, s
     """Return the first step with other samples and the first with another learning rate, each with a sentence."""
     texts: list[tuple[int, str]] = []
     if (step := found.samples_differ_at) is not None:
-        one, other = (f"{it.digests[step]} {name}" for it, name in zip(both, names, strict=True))
-        texts.append((step, f"the samples of step {step} differ: digest {one}, {other}"))
+        one, other = (it.digests[step] for it in both)
+        texts.append((step, f"the samples of step {step} differ: digest {one} {names[0]}, {other} {names[1]}"))
     if (step := found.rates_differ_at) is not None:
-        one, other = (f"{learning_rates(it.run)[step]:.8g} {name}" for it, name in zip(both, names, strict=True))
-        texts.append((step, f"the learning rate of step {step} differs: {one}, {other}"))
+        rate, its = (learning_rates(it.run)[step] for it in both)
+        texts.append((step, f"the learning rate of step {step} differs: {rate:.8g} {names[0]}, {its:.8g} {names[1]}"))
     return texts
 
 
@@ -196,10 +188,10 @@ class Replayer:
     def __init__(self, record: Record, given: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> None:
         self.record, self._given, self.folder, self._environment = record, given, folder, environment
         self._file, about = str(record.run.folder / run_folder.RECIPE), record.run.about
-        self.recipe = recipe_file.load(self._file, given.overrides).recipe
-        self._own = {key.strip(): value for key, _, value in (word.partition("=") for word in given.overrides)}
-        micro = self.recipe.train.max_micro_batch if "train.max_micro_batch" in self._own else None
-        self.micro_batch = micro or int(about.get("micro_batch") or self.recipe.train.global_batch_size)
+        micro_batch = f"train.max_micro_batch={about.get('micro_batch') or 'null'}"
+        self._values = recipe_file.replaced([*_VALUES, micro_batch], given.overrides)
+        self.recipe = recipe_file.load(self._file, self._values).recipe
+        self.micro_batch = self.recipe.train.micro_batch_limit or self.recipe.train.global_batch_size
         self._precision = given.mixed_precision or about.get("mixed_precision") or "no"
 
     @property
@@ -209,27 +201,26 @@ class Replayer:
         smaller = [it for it in range(group, size, group) if size % it == 0]
         return next((it for it in [*smaller[::-1], *range(2 * size, whole + 1, size)] if whole % it == 0), None)
 
-    def agree(self, planned: Iterable[Walk], say: Say) -> None:
+    def agree(self, count: int, say: Say) -> None:
         """Report how many steps are to be computed. Raises UsageError if these are many and the user does not want them."""
-        count = sum(walk.end - walk.origin for walk in planned)
         say(f"{count:,} step{'s' * (count > 1)} to compute")
         is_asked = count > _MOST_STEPS and not self._given.yes
         if is_asked and not (sys.stdin.isatty() and input("Continue? [y/N] ").strip().lower() in ("y", "yes")):
             raise UsageError(f"{count:,} steps are to be computed: give --yes, or choose a step closer to a checkpoint")
 
-    def start(self, walk: Walk, name: str, keys: Mapping[str, str] | None = None, words: Sequence[str] = ()) -> Record:
-        """Replay a walk, and return what it recorded; `keys` are recipe values, `words` options of `samerun launch`.
+    def start(self, name: str, checkpoint: Path | None, end: int, *values: str, options: Sequence[str] = ()) -> Record:
+        """Replay the run from a checkpoint, or its beginning, to step `end`, and return the record.
 
-        Raises TrainingError, with the end of its output, if it fails.
+        `name` is the replay's, `values` are recipe values, and `options` those of `samerun launch`. Raises TrainingError, with
+        the end of its output, if it fails.
         """
         run_dir, log = self.folder / name, self.folder / f"{name}.log"
         count = "--processes-per-node" if detect.find(self._environment) else "--processes"
-        values = {**_VALUES, **self._own, "train.max_micro_batch": str(self.micro_batch), **(keys or {})}
         command = [*program("launch.cli"), "launch", "--run-dir", str(run_dir), "--recipe", self._file, "--resume",
-            str(walk.checkpoint or "never"), "--replay-until", str(walk.end), "--trackers", "none", "--changed-task",
-            "--mixed-precision", self._precision, "--nodes", "1", count, str(self._given.processes), *words,
+            str(checkpoint or "never"), "--replay-until", str(end), "--trackers", "none", "--changed-task",
+            "--mixed-precision", self._precision, "--nodes", "1", count, str(self._given.processes), *options,
             *(["--preset", self._given.preset] if self._given.preset else []),
-            *(f"{key}={value}" for key, value in values.items())]  # fmt: skip
+            *recipe_file.replaced(self._values, values)]  # fmt: skip
         with log.open("wb") as output:
             ending = supervise.run(command, self._environment, output=output)
         if ending.exit_code != STOPPED or ending.signals:
@@ -242,20 +233,19 @@ class Replayer:
         """Compute the state after this step from the newest checkpoint before it, and return a checkpoint of it."""
         origin, checkpoint = self.record.origins(step)[0]
         name = f"from-{origin}-to-{step}"
-        self.start(Walk([step], origin, checkpoint, step), name, {"checkpoint.every_steps": str(step)})
+        self.start(name, checkpoint, step, f"checkpoint.every_steps={step}")
         return step_folders.path_of(self.folder / name, step)
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """Return loss and gradient norm of each sample of a step (`app.autopsy.examine`). Raises TrainingError."""
         (origin, checkpoint), file = self.record.origins(step)[0], self.folder / "samples.json"
-        walk = Walk([step], step - 1, checkpoint if origin == step - 1 else self.computed(step - 1), step)
-        micro = {"train.max_micro_batch": str(self.recipe.sections.group_size)}
-        self.start(walk, "samples", micro, ["--replay-samples", str(file)])
+        before = checkpoint if origin == step - 1 else self.computed(step - 1)
+        micro_batch = f"train.max_micro_batch={self.recipe.sections.group_size}"
+        self.start("samples", before, step, micro_batch, options=["--replay-samples", str(file)])
         return run_folder.read_json(file)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay:
+class Replay(NamedTuple):
     """A walk, computed again and compared."""
 
     walk: Walk
@@ -267,6 +257,8 @@ class Replay:
     """True if the same kind of device computes in float32 as in the run."""
     floor: float | None
     """Noise floor: largest relative difference of two replays with different micro-batches; None: not measured."""
+    limit: float
+    """Largest relative difference of values that are the same."""
     causes: list[str]
     """Differences; empty if the replay is the same."""
     step_s: float
@@ -282,48 +274,49 @@ class Replay:
         same = f"The same samples, learning rates and skipped steps in steps {self.walk.origin + 1} to {self.walk.end}"
         if not self.values:
             return f"{same}; the run logged no loss of the wanted steps."
-        limit = f"{SAME:g}" if self.is_exact else f"{FLOORS} noise floors (half precision, or another kind of device)"
+        limit = f"{SAME:g}" if self.limit == SAME else f"{FLOORS} noise floors, {self.limit:.1e}"
+        kind = "" if self.is_exact else " (half precision, or another kind of device)"
         why = "rounding" if self.floor is None else f"noise floor {self.floor:.1e}"
         largest = f"largest difference {largest_difference(self.values):.1e} ({why}; {times})"
-        return f"{same}; the same losses and gradient norms within {limit}: {largest}"
+        return f"{same}; the same losses and gradient norms within {limit}{kind}: {largest}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         rows = [{**it._asdict(), "difference": it.difference if is_finite(it.difference) else None} for it in self.values]
-        own = {key: value for key, value in vars(self).items() if key != "walk"}
         checkpoint = self.walk.checkpoint and str(self.walk.checkpoint)
-        return {"same": not self.causes, **own, **self.walk._asdict(), "checkpoint": checkpoint, "values": rows}
+        own = {**self._asdict(), **self.walk._asdict(), "checkpoint": checkpoint, "values": rows}
+        return {"same": not self.causes, **{key: value for key, value in own.items() if key != "walk"}}
 
 
 def replay(replayer: Replayer, walk: Walk) -> Replay:
     """Compute a walk again and compare it."""
     name, record, about = f"from-{walk.origin}", replayer.record, replayer.record.run.about
-    replayed = replayer.start(walk, name)
+    replayed = replayer.start(name, walk.checkpoint, walk.end)
     both, found = (record, replayed), compare(record.run, replayed.run)
     targets = values(both, {record.span_of(step) for step in walk.wanted})
     largest, floor = largest_difference(targets), None
     changed = found.machines.keys() & {"devices", "mixed_precision"}
     is_exact = about.get("mixed_precision") == "no" and not about.get("tf32") and not changed
     if largest > (SAME if is_exact else _ROUNDING) and (other := replayer.other_micro_batch):
-        second = replayer.start(walk, f"{name}-floor", {"train.max_micro_batch": str(other)})
+        second = replayer.start(f"{name}-floor", walk.checkpoint, walk.end, f"train.max_micro_batch={other}")
         steps = {(step, step) for it in targets for step in range(it.span[0], it.span[1] + 1)}
         floor = largest_difference(values((replayed, second), steps))
-    allowed = SAME if is_exact or floor is None else max(SAME, FLOORS * floor)
+    limit = SAME if is_exact or floor is None else max(SAME, FLOORS * floor)
     causes = [text for _, text in fed_otherwise(both, found, ("in the run", "by the recipe"))]
     if others := sorted((record.skipped ^ replayed.skipped) & replayed.digests.keys()):
         here, there = ("applied", "skipped") if others[0] in record.skipped else ("skipped", "applied")
         causes.append(f"step {others[0]} was {there} in the run and is {here} here")
-    if largest > allowed:
+    if largest > limit:
         spans = {it.span for it in targets} | {it for it in record.losses if walk.origin < it[0] and it[1] <= walk.end}
-        first = next(it for it in values(both, spans) if it.difference > allowed)
+        first = next(it for it in values(both, spans) if it.difference > limit)
         causes.append(f"the {first.name} of {first.where} is the first that differs: {first.recorded:.8g} in the run, "
             f"{first.replayed:.8g} here, a relative difference of {first.difference:.1e}")  # fmt: skip
     if causes and floor is not None and largest <= FLOORS * floor and found.is_fed_the_same:
         causes.append(f"{FLOORS} noise floors explain it: rounding grows from step to step (noise floor {floor:.1e})")
     elif causes and is_exact and found.is_fed_the_same and walk.checkpoint and record.origins(walk.origin):
         causes.append(_state_checked(replayer, walk.checkpoint, walk.origin))
-    return Replay(walk=walk, changes=_changes(*both, found), values=targets, is_exact=is_exact, floor=floor, causes=causes,
-                  step_s=replayed.step_s, run_step_s=record.step_s)  # fmt: skip
+    return Replay(walk=walk, changes=_changes(*both, found), values=targets, is_exact=is_exact, floor=floor, limit=limit,
+                  causes=causes, step_s=replayed.step_s, run_step_s=record.step_s)  # fmt: skip
 
 
 def _changes(record: Record, replayed: Record, found: Comparison) -> list[str]:
@@ -337,16 +330,15 @@ def _changes(record: Record, replayed: Record, found: Comparison) -> list[str]:
 
 def _state_checked(replayer: Replayer, checkpoint: Path, step: int) -> str:
     """Return how a checkpoint differs from the state after its step, computed again from an earlier one."""
-    import torch  # not at the top: the command checks its arguments first
+    from app.checkpoints.stored_weights import tensor_of  # not at the top: the command checks its arguments first
 
     origin, found = replayer.record.origins(step)[0][0], []
     readers = [step_folders.Reader(path) for path in (checkpoint, replayer.computed(step))]
     for key in readers[0].keys():  # noqa: SIM118  (no dict)
-        for name, stored in readers[0].tensors(key).items():
-            states = torch.empty(2, math.prod(stored.shape), dtype=torch.float64)
-            for reader, state in zip(readers, states, strict=True):
-                reader.read_into(Piece(key, name, stored.shape, Region.flat(0, len(state)), state))
-            difference = (states[0] - states[1]).abs().max() / states[0].abs().max().clamp(min=1e-30)
+        contents = [reader.contents(key) for reader in readers]
+        for name in readers[0].tensors(key):
+            saved, computed = (tensor_of(it[name]) for it in contents)
+            difference = (saved - computed).abs().max() / saved.abs().max().clamp(min=1e-30)
             found.append((float(difference), f"{key} of {name}"))
     largest, name = max(found)
     again = f"computed again from {f'step {origin}' if origin else 'the initial weights'}"
@@ -356,6 +348,14 @@ def _state_checked(replayer: Replayer, checkpoint: Path, step: int) -> str:
 
 
 # The command -----------------------------------------------------------------------------------------------------------------
+
+
+def _span(text: str) -> Span:
+    first, _, last = text.partition(":")
+    return int(first), int(last or first)
+
+
+_steps = value_reader(_span, lambda span: 1 <= span[0] <= span[1], "a step, such as 120, or first and last, as in 120:130")
 
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Say) -> int:
@@ -399,18 +399,10 @@ def add_options(parser: Parser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="recipe values, such as data.path=PATH or train.max_micro_batch=8")
 
 
-def _steps(text: str) -> Span:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a step, such as 120, or the first and the last, as in 120:130")
-    return first, last
-
-
 def replay_all(replayer: Replayer, wanted: Iterable[int], *, say: Say) -> list[Replay]:
     """Replay these steps, each from the newest checkpoint before it. Raises UsageError if the user does not want to wait."""
     planned = walks(replayer.record, wanted)
-    replayer.agree(planned, say)
+    replayer.agree(sum(walk.end - walk.origin for walk in planned), say)
     return [replay(replayer, walk) for walk in planned]
 
 

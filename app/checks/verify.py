@@ -184,6 +184,7 @@ def examine(events: Sequence[Event], *, seed: int, global_batch_size: int, skip_
             micro_batches_per_step=1,
             first_step=line.first - 1,
             last_step=line.last,
+            shuffled=starts[-1].shuffled,
         )
         fed = zip(itertools.count(line.first), line.digests, batches, strict=False)
         different += [step for step, digest, batch in fed if digest != ledger.as_text(int(ledger.digest(batch)))]

@@ -71,10 +71,12 @@ _ROUNDS = 8
 _BLOCK_POSITIONS = 16_384
 
 
-def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int, purpose: str = "order") -> NDArray[np.int64]:
+def permute(
+    positions: NDArray[np.int64], *, size: int, seed: int, epoch: int | NDArray[np.int64], purpose: str = "order"
+) -> NDArray[np.int64]:
     """Return the indices int64 [n] at `positions` int64 [n] of the epoch's random order; both lie in 0..size-1.
 
-    Each `purpose` has orders of its own.
+    `epoch` may be int64 [n], one for each position. Each `purpose` has orders of its own.
 
     The set 0..a*b-1, with a and b just above the square root of size, is permuted by a Feistel network on the two digits
     of a number in mixed radix (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). What leaves 0..size-1 is
@@ -82,16 +84,26 @@ def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int, p
     less than a, so one number in about sqrt(size) has to walk.
     """
     assert 0 < size <= 2**62, size
-    keys = [derive_key(seed, purpose, epoch, round_) for round_ in range(_ROUNDS)]
+    keys = _round_keys(seed, purpose, epoch)
     high_radix = math.isqrt(size - 1) + 1
     low_radix = -(-size // high_radix)
     numbers = _feistel(positions.astype(np.uint64), high_radix, low_radix, keys)
     while (outside := np.flatnonzero(numbers >= size)).size:
-        numbers[outside] = _feistel(numbers[outside], high_radix, low_radix, keys)
+        walking = [key[outside] if key.ndim else key for key in keys]
+        numbers[outside] = _feistel(numbers[outside], high_radix, low_radix, walking)
     return numbers.view(np.int64)
 
 
-def _feistel(numbers: NDArray[np.uint64], high_radix: int, low_radix: int, keys: list[int]) -> NDArray[np.uint64]:
+def _round_keys(seed: int, purpose: str, epoch: int | NDArray[np.int64]) -> list[Any]:
+    """Return `derive_key(seed, purpose, epoch, round)` of each round, uint64: scalars, or [n] for epochs [n]."""
+    if isinstance(epoch, int):
+        return [np.uint64(derive_key(seed, purpose, epoch, round_)) for round_ in range(_ROUNDS)]
+    base, increment = np.uint64(derive_key(seed, purpose)), np.uint64(GOLDEN64)
+    of_epochs = mix64_array((epoch.astype(np.uint64) ^ base) + increment)
+    return [mix64_array((of_epochs ^ np.uint64(round_)) + increment) for round_ in range(_ROUNDS)]
+
+
+def _feistel(numbers: NDArray[np.uint64], high_radix: int, low_radix: int, keys: list[Any]) -> NDArray[np.uint64]:
     """Return a permutation, chosen by the keys, of 0..high_radix*low_radix-1 at the given numbers."""
     high: NDArray[np.uint64] = numbers // np.uint64(low_radix)
     low: NDArray[np.uint64] = numbers - high * np.uint64(low_radix)
@@ -103,9 +115,9 @@ def _feistel(numbers: NDArray[np.uint64], high_radix: int, low_radix: int, keys:
     return high
 
 
-def _hash_below(values: NDArray[np.uint64], bound: int, key: int) -> NDArray[np.uint64]:
+def _hash_below(values: NDArray[np.uint64], bound: int, key: Any) -> NDArray[np.uint64]:
     """Return hashes in 0..bound-1 (bound <= 2**31): the upper half of mix64(values + key), scaled down."""
-    mixed: NDArray[np.uint64] = mix64_array(values + np.uint64(key))
+    mixed: NDArray[np.uint64] = mix64_array(values + key)
     mixed >>= np.uint64(32)
     mixed *= np.uint64(bound)
     mixed >>= np.uint64(32)
@@ -127,6 +139,8 @@ class TrainBatches:
     Step k is batch k mod E of epoch k // E, where E = size // global_batch_size: the incomplete last batch of an epoch is
     dropped. Its global batch comes as `micro_batches_per_step` contiguous pieces, int64 [batch_size] each, so the samples
     of a step in the order (piece, rank) are the same on every topology.
+
+    Not `shuffled`, the sample numbers come in order, as for a mixture (`mixture.py`), which is in random order itself.
     """
 
     size: int
@@ -135,6 +149,7 @@ class TrainBatches:
     micro_batches_per_step: int
     first_step: int
     last_step: int
+    shuffled: bool = True
     drop_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -157,7 +172,7 @@ class TrainBatches:
             epoch, batch = divmod(step, self.steps_per_epoch)
             num_batches = min(steps_per_block, self.steps_per_epoch - batch, self.last_step - step)
             positions = np.arange(batch * self.global_batch_size, (batch + num_batches) * self.global_batch_size)
-            samples = permute(positions, size=self.size, seed=self.seed, epoch=epoch)
+            samples = permute(positions, size=self.size, seed=self.seed, epoch=epoch) if self.shuffled else positions
             samples += epoch * self.size
             yield from samples.reshape(-1, self.batch_size)
             step += num_batches

@@ -6,6 +6,8 @@ A Dataset may be random by itself, as with random transforms: it draws from the 
 share. These are seeded for each sample from its own draws, so that a sample is the same whoever makes it, and are put back
 afterwards.
 
+A mixture of sources (`mixture.py`) is samples, too; what is held out of it is held out of each source.
+
 Which samples are held out for validation is a function of the size and a seed alone, computed where it is needed:
 the same on any topology, and memory does not grow with the data.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from app.data.draws import HostDraws
+from app.data.mixture import WINDOW_SAMPLES, Mixture
 from app.data.order import permute
 from app.errors import DataError, RecipeError
 
@@ -36,7 +39,7 @@ CHECK = "`samerun data check` lists all samples that cannot be read"
 
 
 class _Makes(_ProtocolMeta):
-    """Has `Samples.of`, which what keeps to the protocol need not have."""
+    """Has `Samples.of` and `Samples.mix`, which what keeps to the protocol need not have."""
 
     def of(
         cls,  # noqa: N805  (of a metaclass)
@@ -79,6 +82,33 @@ class _Makes(_ProtocolMeta):
                 "the stream to disk once"
             )
         return DatasetSamples(dataset, names=names, collate=collate, facts=facts or {})
+
+    def mix(
+        cls,  # noqa: N805
+        sources: Sequence[Any] | Mapping[str, Any],
+        weights: Sequence[float],
+        *,
+        window: int = WINDOW_SAMPLES,
+        phases: Mapping[int, Sequence[float]] | None = None,
+    ) -> Mixture:
+        """Return a mixture of several samples for training; the length of the run is then `train.steps`.
+
+            Samples.mix({"web": Samples.of(web), "code": Samples.of(code)}, [0.7, 0.3], phases={8000: [0.5, 0.5]})
+
+        As validation or test split, a mixture is all samples of its sources.
+
+        Args:
+            sources: Samples with the same fields, by name, or in a list.
+            weights: Share of each source in a batch, on average; they may have any sum.
+            window: Number of samples in which the shares are exact.
+            phases: Other weights, by the step (from 1) that they begin with.
+
+        Raises DataError for weights and phases that are none.
+        """
+        named = (
+            sources if isinstance(sources, Mapping) else {f"source {place}": it for place, it in enumerate(sources, start=1)}
+        )
+        return Mixture(sources=dict(named), weights=[*weights], window=window, phases=dict(phases or {}))
 
 
 class Samples(Protocol, metaclass=_Makes):
@@ -138,7 +168,11 @@ class Splits(NamedTuple):
     def facts(self) -> dict[str, str]:
         """Sizes and fingerprints of the data, by name."""
         splits = {"training": self.train, **self.scored}
-        return {**{f"{name} data": f"{len(it)} samples, {it.fingerprint}" for name, it in splits.items()}, **self.others}
+        found: dict[str, str] = {}
+        for name, it in splits.items():
+            own = {f"{name} data": f"{len(it)} samples, {it.fingerprint}"}
+            found |= it.digests(name) if isinstance(it, Mixture) else own
+        return {**found, **self.others}
 
 
 class ArraySamples:
@@ -303,19 +337,26 @@ class SamplePart:
         return None if count is None else lambda indices: count(self._places(indices))
 
 
-def hold_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
+def hold_out(data: Splits, fraction: float | None, *, seed: int, source: str = "") -> Splits:
     """Return the splits, with this share of the training samples as validation split; None, or without any: unchanged.
 
+    `source` says in errors whose samples these are, as in " of web".
     Raises RecipeError if there is a validation split already, and DataError if the share or the rest is no sample.
     """
     if fraction is None or data.train is None:
         return data
     if data.validation is not None:
         raise RecipeError(f"train.validation_fraction is {fraction:g}, but the data has a validation split: set it to null")
+    if isinstance(data.train, Mixture):
+        opened = {name: Splits(it, None, None) for name, it in data.train.sources.items()}
+        parts = {name: hold_out(it, fraction, seed=seed, source=f" of {name}") for name, it in opened.items()}
+        train, validation = ({name: getattr(it, split) for name, it in parts.items()} for split in ("train", "validation"))
+        return data._replace(train=replace(data.train, sources=train), validation=replace(data.train, sources=validation))
     size = len(data.train)
     count = round(fraction * size)
     if not 0 < count < size:
-        raise DataError(f"train.validation_fraction is {fraction:g}, {count} of {size} training samples: both splits need one")
+        of = f"{count} of {size} training samples{source}"
+        raise DataError(f"train.validation_fraction is {fraction:g}, {of}: both splits need one")
     return data._replace(validation=SamplePart(data.train, seed, 0, count), train=SamplePart(data.train, seed, count, size))
 
 
@@ -330,9 +371,16 @@ def first_of(samples: Any, most: int | None, *, seed: int) -> Any:
 
 def without_hold_out(data: Splits) -> Splits:
     """Return the splits as the task gave them, before samples were held out."""
-    return data._replace(train=data.train.whole, validation=None) if isinstance(data.train, SamplePart) else data
+    train = data.train
+    sources = [*train.sources.values()] if isinstance(train, Mixture) else [train]
+    if not all(isinstance(it, SamplePart) for it in sources):
+        return data
+    whole = train.mapped(lambda it: it.whole) if isinstance(train, Mixture) else train.whole
+    return data._replace(train=whole, validation=None)
 
 
 def mapped(samples: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the samples with what the task opened changed; of a part the same part."""
-    return replace(samples, whole=change(samples.whole)) if isinstance(samples, SamplePart) else change(samples)
+    """Return the samples with what the task opened changed; of a part the same part, and of a mixture each source."""
+    if isinstance(samples, Mixture):
+        return samples.mapped(lambda it: mapped(it, change))
+    return replace(samples, whole=mapped(samples.whole, change)) if isinstance(samples, SamplePart) else change(samples)

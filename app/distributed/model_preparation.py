@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +22,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from app.distributed.sample_dropout import SampleDropout
-from app.errors import RecipeError
+from app.errors import PresetError, RecipeError
 
 
 def survive_compile_failures(accelerator: Accelerator) -> None:
@@ -35,8 +35,6 @@ def survive_compile_failures(accelerator: Accelerator) -> None:
     torch._dynamo.config.suppress_errors = True
     # The backward pass is compiled with the forward pass: later, in the first step, a failure would end the run (torch 2.14).
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
-    SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
     failures = itertools.count()
 
     def shorten(record: logging.LogRecord) -> bool:
@@ -62,17 +60,88 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def compile_blocks(accelerator: Accelerator, model: nn.Module, classes: Collection[str]) -> list[str]:
+    """If the preset compiles, compile each outermost module of these classes; return a sentence on it. Names stay.
+
+    Blocks of a kind share their code, and what FSDP2, DDP and DeepSpeed do before and after a block stays outside of it: a
+    whole model compiled under FSDP2 is slower than in eager mode (huggingface/accelerate #4022). Without gradients, blocks run
+    in eager mode: evaluations and generated texts have other shapes, and each would be compiled. Without blocks, Accelerate
+    compiles the whole model. Its own `compile_regions` puts modules around blocks, which changes the names of parameters.
+
+    Raises PresetError for blocks under ZeRO-3, and if the preset asks for regions and the model has no blocks.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return []
+    blocks, backend = list(_outermost(model, classes)), plugin.backend.value.lower()
+    if blocks:
+        deepspeed = accelerator.state.deepspeed_plugin
+        if deepspeed is not None and deepspeed.deepspeed_config["zero_optimization"].get("stage") == 3:
+            # Its hooks around each layer in a block break up the code: 47 breaks in a Llama of 3 blocks. As DeepSpeed's "leaf
+            # modules", which have no such hooks, blocks whose input needs no gradient fail in the backward pass (0.19.8).
+            raise PresetError(
+                "the preset sets dynamo_backend and ZeRO-3, under which blocks cannot be compiled: leave dynamo_backend out, "
+                "or use fsdp2.yaml, which shards as much"
+            )
+        # Blocks that differ in a number, such as a rate of stochastic depth, are compiled one by one.
+        torch._dynamo.config.recompile_limit = 8 + len(blocks)
+        # Accelerate's launcher sets False for what a preset leaves out (1.15), and `dynamic` would be decided by the shapes.
+        options = {key: value for key, value in plugin.to_kwargs().items() if value is not False}
+        for block in blocks:
+            block.forward = _compiled_with_gradients(block.forward, options)
+        plugin.backend = DynamoBackend.NO  # Accelerate would compile the whole model around them
+        return [f"{backend} compiles each of {len(blocks)} blocks ({', '.join(sorted({type(it).__name__ for it in blocks}))})"]
+    if plugin.use_regional_compilation:
+        raise PresetError(
+            f"the preset sets dynamo_use_regional_compilation, but the model, a {type(model).__name__}, has no blocks: remove "
+            'the setting, to compile the whole model, or give the classes of its layers in the task, as in blocks = ("Layer",)'
+        )
+    return [f"{backend} compiles the whole model, a {type(model).__name__}, which names no blocks"]
+
+
+def _compiled_with_gradients(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    compiled = torch.compile(forward, **options)
+
+    def of_block(*inputs: Any, **named: Any) -> Any:
+        return compiled(*inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
+
+    return of_block
+
+
+def compile_report() -> str:
+    """Return a line on what this process has compiled so far, with the time and the most frequent graph break; empty: nothing.
+
+    A graph break ends a compiled piece of code, and Python continues between two of them.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return ""
+    from torch._dynamo import utils
+
+    elapsed_s, breaks = utils.calculate_time_spent()["total_wall_time"], utils.counters["graph_break"]
+    if not elapsed_s:
+        return ""
+    why = f", most often: {breaks.most_common(1)[0][0].splitlines()[0]}" if breaks else ""
+    return f"compiling took {elapsed_s:.0f} s before the first step; {breaks.total()} graph breaks{why}"
+
+
+def _outermost(model: nn.Module, classes: Collection[str]) -> Iterator[nn.Module]:
+    """Yield the modules of these classes that are not inside another one."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and type(module).__name__ in classes:
+            inside.update(module.modules())
+            yield module
+
+
 def checkpoint_activations(model: nn.Module, classes: Collection[str]) -> None:
     """Have each outermost module of these classes compute its forward pass again for the backward pass; names stay.
 
     Raises RecipeError if the model has none.
     """
-    inside: set[nn.Module] = set()
-    for block in model.modules():
-        if block not in inside and type(block).__name__ in classes:
-            inside.update(block.modules())
-            block.forward = _again(block, block.forward)
-    if not inside:
+    blocks = list(_outermost(model, classes))
+    for block in blocks:
+        block.forward = _again(block, block.forward)
+    if not blocks:
         named = f"its blocks are said to be {', '.join(sorted(classes))}, and it has none" if classes else "it names no blocks"
         raise RecipeError(
             f"train.checkpoint_activations is blocks, but for the model, a {type(model).__name__}, {named}: set it to none, or "
@@ -131,6 +200,16 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
         raise RecipeError(f"train.sync_batchnorm is true, but {why}")
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raise RecipeError for layers whose result depends on the micro-batch, which train.max_micro_batch=auto may change."""
+    if found := [name for name, layer in batchnorms(model).items() if layer.training]:
+        more = f" and {len(found) - 1} more" * (len(found) > 1)
+        raise RecipeError(
+            f"train.max_micro_batch is auto, but the model has batch normalization ({found[0]}{more}), whose statistics depend "
+            "on the micro-batch: set train.max_micro_batch to a number, or freeze these layers"
+        )
 
 
 def topology_dependence(model: nn.Module) -> list[str]:

@@ -4,6 +4,9 @@ A mask is a hash of (seed, sample number, name of the layer, which of its calls 
 number holds the epoch. So a sample loses the same activations in any batch, on any rank, in any pass of a step, after a resume,
 and in a forward pass that is computed a second time to save memory.
 
+In compiled code a layer's mask comes from an operator, `samerun::dropped`, that torch does not look into: masks and their
+numbering are the same as in eager mode.
+
 A place in a mask costs an exclusive or and a product of 32-bit integers: each place has a random number, the same for all
 samples, and each (sample, layer, call) has two, one for the exclusive or and an odd one for the product. On CPUs that takes
 less time than torch's own draws (docs/same-run.md).
@@ -11,10 +14,12 @@ less time than torch's own draws (docs/same-run.md).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +45,9 @@ _DIMENSIONS: dict[Any, int | None] = {
     nn.Dropout3d.forward: 2,
 }
 """Leading dimensions of the input over which torch's layers draw: samples and channels; None: all."""
+_LAYERS: WeakValueDictionary[int, SampleDropout] = WeakValueDictionary()
+"""The layers of this process by the numbers that `samerun::dropped` gets: an operator takes no objects."""
+_NUMBERS = itertools.count()
 
 
 class PassDraws:
@@ -183,31 +191,74 @@ class SampleDropout(_DropoutNd):
         self.name = name
         self._dimensions, self._draws = dimensions, draws
         self._of_torch = [of_torch]  # not a part of this one: the names of parts stay unchanged
+        self._enlist()
         self._pass, self._calls, self._again = -1, 0, 0
         """The last pass, how often the layer was called in it, and how often in its backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name for it)
         """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
+        if torch.compiler.is_compiling():
+            if not self.training or self.p == 0:
+                return input
+            if self.p == 1:
+                return input * 0
+            # torch merges calls with equal arguments (2.13), but no empty tensors: so each call stays a call.
+            dropped = torch.ops.samerun.dropped(input, self._number, torch.empty(0), self._dimensions)
+            return (input * (1 / (1 - self.p))).masked_fill(dropped, 0.0)
         if self._draws.rows is not None:
             if self.p > 0:
                 self._draws.rows[self.name].append(len(input) if input.ndim else 0)
             return input
         if not self.training or self.p == 0 or input.numel() == 0:
             return input
-        if self._draws.samples is None or not self._fits(input, len(self._draws.samples)):
+        if not self._belongs_to_samples(input):
             drawn: Tensor = self._of_torch[0].train(self.training)(input)
             return drawn
         if self.p == 1:
             return input * 0
-        call, shape = self._call(), input.shape
-        if self._dimensions is not None:
-            shape = torch.Size([*shape[: self._dimensions], *[1] * (input.ndim - self._dimensions)])
-        bits = self._draws.bits(self.name, call, shape.numel() // len(self._draws.samples))
-        threshold = min(round(self.p * 2**32), 2**32 - 1) - 2**31  # of random int32, the share p is below it
-        output = (input * (1 / (1 - self.p))).masked_fill_(bits.view(shape) < threshold, 0.0)
+        output = (input * (1 / (1 - self.p))).masked_fill_(self._mask(input), 0.0)
         if self._calls > 1 and output.grad_fn is not None:
             output.grad_fn.register_hook(self._check_calls)
         return output
+
+    def dropped(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return what compiled code drops of an input, as `_mask` does.
+
+        Raises TrainingError for a recomputation of one of several calls: compiled code gives no sign which it is.
+        """
+        if input.numel() == 0 or not self._belongs_to_samples(input):
+            ones = input.new_ones(_drawn_shape(input, self._dimensions))
+            drawn: Tensor = self._of_torch[0].train()(ones)
+            return drawn == 0
+        mask = self._mask(input)
+        if self._again and self._calls > 1:
+            raise TrainingError(
+                f"the dropout layer {self.name} is called {self._calls} times in a forward pass, and activation checkpointing "
+                "recomputes it in compiled code, where it is unknown which of these calls is recomputed. Use a separate layer "
+                "for each call, turn checkpointing off, or leave dynamo_backend out of preset and command line"
+            )
+        return mask
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy its own number, as it counts its own calls."""
+        super().__setstate__(state)
+        self._enlist()
+
+    def _enlist(self) -> None:
+        # A tensor, not an integer: layers of one kind in different blocks then share their compiled code.
+        self._number = torch.tensor(next(_NUMBERS), device="cpu")
+        _LAYERS[int(self._number)] = self
+
+    def _belongs_to_samples(self, input: Tensor) -> bool:  # noqa: A002
+        return self._draws.samples is not None and self._fits(input, len(self._draws.samples))
+
+    def _mask(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return which places of an input are dropped, bool of its shape, or of one that expands to it."""
+        assert self._draws.samples is not None
+        call, shape = self._call(), _drawn_shape(input, self._dimensions)
+        bits = self._draws.bits(self.name, call, shape.numel() // len(self._draws.samples))
+        threshold = min(round(self.p * 2**32), 2**32 - 1) - 2**31  # of random int32, the share p is below it
+        return bits.view(shape) < threshold
 
     def _fits(self, input: Tensor, size: int) -> bool:  # noqa: A002
         """Return whether each sample's part of the input is known; if not, the layer is left to torch."""
@@ -242,6 +293,28 @@ class SampleDropout(_DropoutNd):
                 "is unknown which. Use a separate layer for each call, checkpoint a part of the model that "
                 "contains all of them, or turn checkpointing off"
             )
+
+
+@torch.library.custom_op(
+    "samerun::dropped",
+    mutates_args=(),
+    schema="(Tensor input, Tensor layer, Tensor call, int? dimensions) -> Tensor",
+    # Two calls with the same input have different masks; a replayed graph would repeat a pass's masks.
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
+)
+def _dropped(input: Tensor, layer: Tensor, call: Tensor, dimensions: int | None) -> Tensor:  # noqa: A002, ARG001
+    return _LAYERS[int(layer)].dropped(input)
+
+
+@_dropped.register_fake
+def _(input: Tensor, layer: Tensor, call: Tensor, dimensions: int | None) -> Tensor:  # noqa: A002, ARG001
+    return input.new_empty(_drawn_shape(input, dimensions), dtype=torch.bool)
+
+
+def _drawn_shape(input: Tensor, dimensions: int | None) -> torch.Size:  # noqa: A002
+    """Return the shape of an input's mask: 1 in each dimension over which a layer does not draw."""
+    count = input.ndim if dimensions is None else dimensions
+    return torch.Size([*input.shape[:count], *[1] * (input.ndim - count)])
 
 
 def give_to_samples(model: nn.Module, seed: int) -> PassDraws:

@@ -63,6 +63,8 @@ class Launched:
     """The preset, where `samerun launch` started this process itself and no command line above it names one."""
     errors: Path | None = None
     """Folder in which this process records why it fails (app/runs/run_folder.py), where `samerun launch` has named one."""
+    micro_batch: int | None = None
+    """The most samples of a forward pass under train.max_micro_batch=auto, where `samerun launch` has chosen it."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that Accelerate still needs in its environment: none where a launcher has set them."""
 
@@ -144,6 +146,7 @@ def read(environ: Mapping[str, str]) -> Launched:
         end_time_s=end_time_s(environ),
         preset_file=environ.get(PRESET_FILE),
         errors=errors_folder(environ),
+        micro_batch=number(environ, topology.MICRO_BATCH) if topology.MICRO_BATCH in environ else None,
         variables=started.variables if started else {},
     )
 

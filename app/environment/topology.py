@@ -37,6 +37,9 @@ ERRORS = "SAMERUN_ERRORS"
 PRESET_FILE = "SAMERUN_PRESET_FILE"
 """Variable: the preset of a process that `samerun launch` starts itself, with no `accelerate launch --config_file` above it."""
 
+MICRO_BATCH = "SAMERUN_MICRO_BATCH"
+"""Variable: the most samples of a forward pass, which `samerun launch` chooses under train.max_micro_batch=auto."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:

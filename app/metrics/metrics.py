@@ -7,14 +7,17 @@ collective each then covers all steps since the last log. Only the main process 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
+from app.data.mixture import Mixture
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
 from app.metrics.clock import NOTHING, Clock, Phase, Spent
@@ -115,6 +118,7 @@ class Metrics:
         peak_flops_per_s: float | None,
         log: LogRecipe,
         unit: str = SAMPLES,
+        mixture: Mixture | None = None,
         first_step: int = 0,
     ) -> None:
         """`flops_per_sample` covers a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
@@ -131,6 +135,8 @@ class Metrics:
         step_passes = runtime.plan.accumulation if log.each_step else None
         self._losses = Losses(runtime.device, with_sums=log.train_scores, step_passes=step_passes)
         self.units = UnitCounts(unit)
+        self._mixture = mixture
+        self.sources = SourceCounts(mixture, global_batch_size, unit)
         # Numbers of the samples that this process was fed, on the device: of this step, and of steps that have no digest yet.
         self._batches: list[Tensor] = []
         self._fed: list[Tensor] = []
@@ -167,7 +173,8 @@ class Metrics:
         self.units.end_step(total)
         self._losses.end_step(taken.skipped)
         if self._record_samples:
-            self._append(run_folder.SAMPLES, {"step": step, "samples": self._samples})
+            rows = {"rows": self._mixture.places(np.array(self._samples))} if self._mixture else {}
+            self._append(run_folder.SAMPLES, {"step": step, "samples": self._samples, **rows})
             self._samples = []
 
     def log(self, step: int, *, epoch: int, learning_rate: float) -> dict[str, Any]:
@@ -203,6 +210,7 @@ class Metrics:
             "step": step,
             "samples_seen": step * self._global_batch_size,
             **self.units.seen,
+            **self.sources.take(),
             "epoch": epoch,
             "loss": loss if len(without) < steps else None,
             **scores,
@@ -225,8 +233,9 @@ class Metrics:
         """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of these samples.
 
         All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is the value of the
-        rank with most. What is not known is None: communication of one process, utilization where the device's peak or the
-        arithmetic of a sample is not known.
+        rank with most. The slowest rank is the one whose own work (data, passes, optimizer) takes the most time, without waits
+        for others. What is not known is None: communication and slowest rank of one process, utilization where the device's
+        peak or the arithmetic of a sample is not known.
         """
         phases: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "communication")
         times_s = [spent.training_s, *(spent.phases_s[phase] for phase in phases)]
@@ -237,6 +246,8 @@ class Metrics:
         added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
         training_s, *parts_s, _ = (sum(column) for column in zip(*(rank[len(sums) :] for rank in ranks), strict=True))
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
+        worked_s = [sum(rank[len(sums) + 1 : len(sums) + 4]) for rank in ranks]
+        slowest, median_s = max(range(len(ranks)), key=worked_s.__getitem__), statistics.median(worked_s)
         samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
         peak = self._peak_flops_per_s
@@ -247,6 +258,8 @@ class Metrics:
             "forward_backward_share": forward_backward,
             "communication_share": communication if len(ranks) > 1 else None,
             "optimizer_share": optimizer,
+            "slowest_rank": slowest if len(ranks) > 1 else None,
+            "slowest_rank_ratio": worked_s[slowest] / median_s if len(ranks) > 1 and median_s else None,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
             "memory_bytes": int(max(rank[-1] for rank in ranks)),
@@ -292,6 +305,7 @@ class Metrics:
             digests=tuple(map(ledger.as_text, digests)),
             skipped=tuple(skipped),
             skipped_by_recipe=tuple(by_recipe),
+            sources=self.sources.add(first, first + len(digests) - 1) if self._runtime.is_main else {},
             training_s=since.training_s,
             waiting_s=since.phases_s["data_wait"],
         )
@@ -386,3 +400,40 @@ class UnitCounts:
     def named(self, **values: Any) -> dict[str, Any]:
         """Return the values by their names in a line."""
         return {} if self._name == SAMPLES else {f"{self._name}_{what}": value for what, value in values.items()}
+
+
+class SourceCounts:
+    """What each source of a mixture has contributed to the run, on the main process; nothing of samples without sources."""
+
+    def __init__(self, mixture: Mixture | None, global_batch_size: int, unit: str) -> None:
+        """`unit` is what the samples' own counts count, in the plural."""
+        self._mixture, self._global_batch_size = mixture, global_batch_size
+        self._unit = unit if mixture and mixture.count else SAMPLES
+        self.seen: dict[str, float] = {}
+        """Counts of the whole run by source, over all its starts."""
+        self._since: dict[str, float] = {}
+        """Counts since the last line."""
+
+    def add(self, first: int, last: int) -> dict[str, list[float]]:
+        """Add these steps (from 1), and return what each source contributes to each of them."""
+        if self._mixture is None:
+            return {}
+        samples = np.arange((first - 1) * self._global_batch_size, last * self._global_batch_size)
+        added = self._mixture.by_source(samples.reshape(-1, self._global_batch_size))
+        for name, counts in added.items():
+            for total in (self.seen, self._since):
+                total[name] = total.get(name, 0) + sum(counts)
+        return added
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return the counts since the last call and those of the whole run, by their names in a line."""
+        since, self._since = self._since, {}
+        return {f"{self._unit}_by_source": since, **self.result()} if self._mixture else {}
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """Return the counts of the whole run, by their name."""
+        return {f"{self._unit}_seen_by_source": dict(self.seen)} if self._mixture else {}
+
+    def load(self, seen: Mapping[str, float]) -> None:
+        """Continue from what a checkpoint has."""
+        self.seen = dict(seen)

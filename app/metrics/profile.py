@@ -73,7 +73,6 @@ class Profile:
         self._profiler: torch.profiler.profile | None = None
         self._ranges: list[Any] = []
         """The open step, and the open phase in it."""
-        self._ended: Phase = "other"
         self._zero_ns = 0
         """Start of the recording, in Unix time by rank 0's clock."""
         self._offsets: list[tuple[int, float]] = []
@@ -84,9 +83,8 @@ class Profile:
         """End a lap of the clock, and name the phase that begins."""
         self._clock.lap(phase)
         if self._profiler is not None:
-            steps = phase == "other" and self._ended == "forward_backward" and self._runtime.accelerator.sync_gradients
+            steps = phase == "forward_backward" and self._runtime.accelerator.sync_gradients  # this was the last pass
             self._begin_range("optimizer" if steps else _NEXT[phase], depth=1)
-        self._ended = phase
 
     def name_backward(self) -> None:
         """Name the backward pass that begins, which no lap separates from the forward pass."""

@@ -71,7 +71,7 @@ class Steps:
         spikes: SpikeGuard | None = None,
         before_backward: Callable[[], None] | None = None,
         before_first: Callable[[], None] | None = None,
-        lap: Callable[[Literal["forward_backward", "optimizer", "other"]], None] = lambda _: None,
+        lap: Callable[[Literal["forward_backward", "optimizer"]], None] = lambda _: None,
         looks: bool | None = None,
     ) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
@@ -110,10 +110,12 @@ class Steps:
             leave_out(self._own.optimizer, lambda: not self._own._global_grad_norm < self._spikes.limit)
             return
         kind = accelerator.device.type
-        is_fused = isinstance(self._own, torch.optim.SGD) or all(group.get("fused") for group in self._own.param_groups)
+        is_sgd = type(self._own) is torch.optim.SGD
+        is_known = type(self._own).__module__.startswith(("torch.optim.", "app.optim."))
+        is_fused = is_sgd or (is_known and all(group.get("fused") for group in self._own.param_groups))
         may_leave = is_fused and kind in parameter_groups.FUSED_DEVICES  # it takes the verdict as `found_inf`
         self._looks = not may_leave or (kind == "cpu" if looks is None else looks)
-        self._steps_fused_sgd = not self._looks and isinstance(self._own, torch.optim.SGD)
+        self._steps_fused_sgd = not self._looks and is_sgd
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Return the context of one forward and backward pass; only in the last of a step do ranks reduce gradients."""
@@ -144,7 +146,6 @@ class Steps:
 
         A step is skipped if its gradient is not finite, or a spike.
         """
-        self._lap("other")
         if self._before_first is not None:
             self._before_first()
             self._before_first = None

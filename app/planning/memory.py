@@ -127,18 +127,29 @@ def _without_zero(case: Case, blueprint: Blueprint) -> tuple[Memory, dict[str, i
     recipe = case.recipe
     itemsize: int = getattr(torch, recipe.train.dtype).itemsize
     trained, frozen = [], 0
-    for parameter in blueprint.model.parameters():
+    matrices: frozenset[str] = frozenset()
+    optim, momenta, largest = recipe.optim, 0, 0  # bytes of Muon's only states, and of its largest matrix
+    if optim.name == "muon":
+        optim, matrices = replace(optim, name="adamw"), parameter_groups.by_muon(blueprint.model, blueprint.classes)
+    other = []  # shapes of what Muon does not step on
+    for name, parameter in blueprint.model.named_parameters():
         shape = tuple(parameter.shape)
         if shape:  # rank 0's rows, as torch.chunk divides them
             shape = (math.ceil(shape[0] / max(case.shards, 1)), *shape[1:])
-        if parameter.requires_grad:
-            trained.append(shape)
-        else:
+        if not parameter.requires_grad:
             frozen += math.prod(shape) * itemsize
+            continue
+        trained.append(shape)
+        if name in matrices:
+            momenta += math.prod(shape) * itemsize
+            largest = max(largest, parameter.numel() * itemsize)
+        else:
+            other.append(shape)
     sizes = [math.prod(shape) * itemsize for shape in trained]
     average = sum(sizes) if recipe.train.ema_decay is not None else 0
-    optimizer = bytes_of_states(recipe.optim, trained, itemsize=itemsize) + average
-    extra = _bytes_of_step(recipe.optim, sizes, on_gpu=case.device == "cuda" and not case.sharding.offload)
+    optimizer = bytes_of_states(optim, other, itemsize=itemsize) + momenta + average
+    extra = _bytes_of_step(optim, sizes, on_gpu=case.device == "cuda" and not case.sharding.offload)
+    extra += largest * (5 + (2 if case.shards else case.data_ranks))  # Muon's products, and the matrices of a round
     if case.sharding.offload:  # FSDP2 steps on the host
         return Memory(host=2 * sum(sizes) + frozen + optimizer), {"host": extra}
     gradients = 0 if case.keeps_gradients else sum(sizes)  # DDP's buckets stay
@@ -215,7 +226,8 @@ def _traced(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[s
 
 def bytes_of_states(recipe: OptimRecipe, shapes: Iterable[Shape], *, itemsize: int = 4) -> int:
     """Return the bytes of the optimizer's states for parameters of these shapes, whose numbers have `itemsize` bytes."""
-    dtype, key = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize], replace(recipe, groups=None)
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+    key = replace(recipe, groups=None, layer_decay=None)
     return sum(
         math.prod(shape[_PRIMES.index(length)] if length in _PRIMES else length for length in state) * size
         for shape in shapes
@@ -229,7 +241,7 @@ def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> in
     On GPUs torch's optimizers that have no fused kernel step on all parameters together, and their temporary tensors are as
     large as these, once or more; on a CPU they step on one after the other.
     """
-    kind = optimizers.TABLE[recipe.name].torch_name
+    kind = "" if optimizers.is_foreign(recipe.name) else optimizers.TABLE[recipe.name].torch_name
     if not sizes or kind in ("Adam", "AdamW") or (kind == "SGD" and on_gpu):  # fused kernels, which work in place
         return 0
     return sum(sizes) if on_gpu else max(sizes)
@@ -238,6 +250,8 @@ def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> in
 @functools.cache
 def _states(recipe: OptimRecipe, dimensions: int, dtype: torch.dtype) -> list[tuple[Shape, int]]:
     """Return the shape of each state of a parameter [2, 3, 5, ...], and the bytes of one of its numbers."""
+    if optimizers.is_foreign(recipe.name):  # planning imports no code of a user's: two states, as most have or less
+        recipe = OptimRecipe(name="adamw")
     parameter = nn.Parameter(torch.ones(_PRIMES[:dimensions], dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     optimizer: Any = parameter_groups.build_optimizer(recipe, nn.ParameterDict({"weight": parameter}))
@@ -258,13 +272,16 @@ def out_of_memory_explained(runtime: Runtime, recipe: Recipe) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(text in str(error) for text in _TEXTS):
             raise
+        why = f"{runtime.device} is out of memory ({type(error).__name__}: {error})"
+        if runtime.plan.is_auto:  # the launcher makes the change
+            raise LackOfMemoryError(why) from error
         change = _sharding(runtime).what_to_change(
             runtime.launched.world_size,
             micro_batch=runtime.plan.micro_batch,
             checkpoint_activations=recipe.train.checkpoint_activations,
             on_cpu=runtime.device.type == "cpu",
         )
-        raise LackOfMemoryError(f"{runtime.device} is out of memory ({type(error).__name__}: {error}). {change}") from error
+        raise LackOfMemoryError(f"{why}. {change}") from error
 
 
 def _sharding(runtime: Runtime) -> Sharding:

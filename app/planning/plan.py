@@ -18,7 +18,7 @@ from app.environment.topology import Degrees, Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError, did_you_mean
 from app.files.text_files import duration
 from app.options import Parser, add_recipe, names, numbers, positive, precision, share
-from app.recipe import recipe_file
+from app.recipe import optimizers, recipe_file
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import BatchPlan, Recipe
 from app.reports.past_run import print_text
@@ -142,6 +142,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
         "device": {"name": options.device, "memory": bytes_of_device, "usable": assumed.usable},
         "precision": precision,
         "assumed": {"flops_of_a_step": step_flops, "flops_per_s_of_a_device": flops_per_s, "utilization": options.mfu},
+        "states_of_a_parameter": 2 if optimizers.is_foreign(loaded.recipe.optim.name) else None,
         "devices": advice,
     }
 
@@ -189,6 +190,8 @@ def _row(assumed: _Assumptions, preset: Preset, number: int, nodes: int, activat
     try:
         sharding = preset.sharding(preset.degrees(topology))
         row["sharding"] = asdict(sharding)
+        if refusal := optimizers.refusal(assumed.recipe.optim.name, sharding.kind, sharding.tensor_parallel):
+            raise PresetError(refusal)
         data_ranks = number // sharding.tensor_parallel
         case = Case(assumed.recipe, sharding, 1, data_ranks, assumed.precision, recomputes=activations == _BLOCKS)
         samples = train.global_batch_size // data_ranks
@@ -258,6 +261,8 @@ def _print(plan: dict[str, Any], options: argparse.Namespace) -> None:
         f"\nassumed: {_UTILIZATION:.0%} of a device's memory; the rest is for the CUDA context, NCCL and fragmentation\n"
         "host per node: offloaded state only, without Python, the libraries and the data; whether it fits is not checked"
     )
+    if plan["states_of_a_parameter"]:
+        print_wrapped("assumed: two states per parameter, because planning does not import the class in optim.name")
     if per_s:
         print_wrapped(
             f"assumed: {options.mfu:.0%} of {per_s / 1e12:,.0f} TFLOP/s per device (--mfu); activation checkpointing adds a "

@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -80,6 +80,8 @@ class Kind:
     """Range of the number, or of each number of a list."""
     pairs: bool = False
     """True if each element of a list is a pair."""
+    words: tuple[str, ...] = ()
+    """Texts that are allowed in place of a number."""
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
@@ -92,9 +94,10 @@ class Kind:
         if origin is tuple and get_origin(arguments[0]) is tuple:
             return replace(cls.of(arguments[0]), length=0, pairs=True)
         if origin is tuple:
-            return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
+            return replace(cls.of(arguments[0]), length=0 if arguments[-1] is Ellipsis else len(arguments))
         if origin in (types.UnionType, Union):
-            return replace(cls.of(arguments[0]), optional=True)
+            words = [word for it in arguments[1:] if get_origin(it) is Literal for word in get_args(it)]
+            return replace(cls.of(arguments[0]), optional=type(None) in arguments, words=tuple(words))
         return cls(dict if origin is collections.abc.Mapping else hint)
 
     def describe(self) -> str:
@@ -106,13 +109,14 @@ class Kind:
             words = f"a list of {self.length or ''} {plural}".replace("  ", " ")
         if self.pairs:
             words = f"a list of pairs of {plural} such as [[10, 20], [30, 31]]"
-        return f"{words} or null" if self.optional else words
+        others = [*self.words, *["null"] * self.optional]
+        return " or ".join([", ".join([words, *others[:-1]]), *others[-1:]])
 
     def read(self, node: yaml.Node) -> Any:
         """Return the value of a YAML node. Raises ValueError, with what is expected, if it is of another kind."""
         if self.optional and is_null(node):
             return None
-        if self.scalar is dict and isinstance(node, yaml.MappingNode):
+        if self.scalar is dict and self.length is None and isinstance(node, yaml.MappingNode):
             return plain(node)
         with suppress(ValueError):
             if self.pairs and isinstance(node, yaml.SequenceNode) and node.value:
@@ -128,9 +132,13 @@ class Kind:
         raise ValueError(f"expected {self.describe()}{near and '; '}{near}")
 
     def _read_scalar(self, node: yaml.Node) -> Any:
+        if self.scalar is dict and isinstance(node, yaml.MappingNode):
+            return plain(node)
         if self.scalar is str and isinstance(node, yaml.ScalarNode):
             if node.value in self.choices if self.choices else not is_null(node):  # `none` can be a choice
                 return node.value
+        elif isinstance(node, yaml.ScalarNode) and node.value in self.words:
+            return node.value
         elif self.scalar in _PARSERS and is_plain(node):
             return _PARSERS[self.scalar](node.value)
         raise ValueError(f"not of type {self.scalar}")
@@ -141,7 +149,7 @@ _WORDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
     str: ("text", "texts"),
-    dict: ('a mapping such as {"name": 0.1}', "mappings"),
+    dict: ('a mapping such as {"name": 0.1}', "mappings such as [{path: texts, weight: 0.5}]"),
 }
 
 
@@ -226,10 +234,25 @@ def kinds_in(cls: type) -> Mapping[str, Kind]:
     return found
 
 
+def weights_problem(names: Sequence[str], weights: Sequence[Any], window: int) -> str:
+    """Return what is wrong with the weights of these sources in windows of so many samples; empty: nothing."""
+    if len(weights) != len(names) or not all(isinstance(it, (int, float)) and 0 <= it < math.inf for it in weights):
+        return f"the weights are {[*weights]}: give a number of 0 or more for each of {len(names)} sources"
+    if not any(weights):
+        return "all weights are 0: give one that is greater"
+    total = sum(weights)
+    small = next((name for name, weight in zip(names, weights, strict=True) if 0 < weight * window < total), None)
+    return (
+        f"the share of {small} is less than a sample in a window of {window:,}: raise its weight, or the window"
+        if small
+        else ""
+    )
+
+
 def out_of_range(sections: Any) -> Iterator[Problem]:
     """Yield a problem for each key of these sections with a number that is out of the range in its annotation."""
     for key, kind in kinds_in(sections.__class__).items():
         value = operator.attrgetter(key)(sections)
         numbers = value if isinstance(value, tuple) else (value,)
-        if kind.limits and not all(number is None or kind.limits.contains(number) for number in numbers):
+        if kind.limits and not all(it is None or it in kind.words or kind.limits.contains(it) for it in numbers):
             yield problem(sections, f"it must be {kind.limits}", key)

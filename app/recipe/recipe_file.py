@@ -31,12 +31,14 @@ from app.errors import RecipeError, RunFolderError, did_you_mean
 from app.files import text_files
 from app.recipe import task_file
 from app.recipe.kinds import Kind, Problem, is_null, kinds_in, sections_in, shown
-from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, sections_of
+from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, problems_of_mixture, sections_of
 from app.runs import run_folder
 
 SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT, _COMMAND_LINE = "default", "command line"
 _OF_NO_SECTION = ("seed", "task")
+_RENAMED = {"optim.cosine_steps": "optim.schedule_steps"}
+"""Keys by their earlier names, which recipes and run folders can still have."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,18 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, kind in kinds(recipe.task).items():
         value = attrgetter(key)(recipe.sections if key.partition(".")[0] in own_sections(recipe.task) else recipe)
-        if value is not None:
+        if value is not None and value not in kind.words:
             if kind.pairs:
                 value = [[kind.scalar(number) for number in pair] for pair in value]
             else:
                 value = kind.scalar(value) if kind.length is None else [kind.scalar(element) for element in value]
         values[key] = value
     return values
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's values by the keys of this version."""
+    return {_RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def _suggest(key: str, task: str) -> str:
@@ -199,13 +206,15 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
             values[key] = kinds(task)[key].read(item.node)
         except ValueError as error:
             unread.add(key)
-            hint = key == "train.dtype" and meant(shown(item.node), task)
+            hint = key in ("train.dtype", "optim.schedule") and meant(shown(item.node), task)
             problems.append(f"{key} is {shown(item.node)} ({item.origin}): {error}{f'; {hint}' if hint else ''}")
     values["task"] = task  # its absolute path
     origins = {key: given[key].origin if key in given else DEFAULT for key in kinds(task)}
     recipe = None
     try:
         recipe = build(values)
+        if getattr(recipe.sections, "is_mixture", False) and (found := [*problems_of_mixture(recipe)]):
+            raise RecipeError(*found)
     except RecipeError as error:
         # A key that could not be read has its default here, so a problem with its value may not be true.
         about = {problem: problem.keys if isinstance(problem, Problem) else () for problem in error.problems}
@@ -247,6 +256,15 @@ def render(loaded: LoadedRecipe) -> str:
     lines = _lines(flat(loaded.recipe))
     width = max(len(line) for line, _ in lines)
     return "".join(f"{line:{width}}  # {loaded.origins[key]}\n" if key else f"{line}\n" for line, key in lines)
+
+
+def without_places(values: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return the keys and values of a recipe without its `places`, which may differ in a resumed run."""
+    found, places = dict(values), marked("places", task)
+    for key in places & found.keys():
+        if isinstance(value := found.pop(key), list):
+            found[key] = [{name: it for name, it in entry.items() if name != "path"} for entry in value]
+    return found
 
 
 def digest(recipe: Recipe) -> str:
@@ -325,7 +343,8 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
 def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str]) -> dict[str, _Given]:
     """Return the values by key; add what is wrong with the keys to `problems`."""
     given: dict[str, _Given] = {}
-    for key, item in entries:
+    for name, item in entries:
+        key = _RENAMED.get(name, name)
         if key in given:
             first, both = given[key], f"{shown(given[key].node)} and {shown(item.node)}"
             where = f"{first.origin} and {item.origin}" if item.origin != first.origin else f"{item.origin}: {both}"

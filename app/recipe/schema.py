@@ -8,8 +8,10 @@ file and `key=value` overrides.
 A section may list keys in class variables:
 `not_learnt`: they do not affect what is trained, but what is logged, how often is evaluated, how data is fetched, how much
 memory is used, or in which order a kernel adds;
-`places`: paths of something whose fingerprint is compared, so that a resumed run may find it elsewhere;
-`contents`: files whose content, and not their name, decides what is trained.
+`places`: paths of something whose fingerprint is compared, so that a resumed run may find it elsewhere; of a list of mappings,
+the `path` of each;
+`contents`: files whose content, and not their name, decides what is trained;
+`by_step`: lists of changes, each with the step `from_step` that it begins with: a resumed run may have others beyond its step.
 
 Standard library only: it is read on login nodes, before torch is there.
 """
@@ -48,9 +50,10 @@ class TrainRecipe:
 
     global_batch_size: Annotated[int, POSITIVE] = 128
     """Samples per optimizer step, summed over all processes."""
-    max_micro_batch: Annotated[int | None, POSITIVE] = None
+    max_micro_batch: Annotated[int | Literal["auto"] | None, POSITIVE] = None
     """Upper limit on the samples of one forward pass on one process. Bounds memory; gradient accumulation keeps the result
-    unchanged. None: no limit."""
+    unchanged. auto: `samerun launch` halves it and resumes the run whenever memory runs out (docs/big-models.md). None: no
+    limit."""
     checkpoint_activations: Literal["none", "blocks"] = "none"
     """Activation checkpointing. blocks: keep only the input of each layer (as named by a transformers model or by the task)
     and recompute the rest in the backward pass. Saves memory, takes about a third more time, changes no result."""
@@ -109,6 +112,11 @@ class TrainRecipe:
     freeze: tuple[str, ...] | None = None
     """Name patterns, such as features.*, of parameters to freeze. None: all are trained."""
 
+    @property
+    def micro_batch_limit(self) -> int | None:
+        """`max_micro_batch` as a number; None: no limit, or none that the recipe knows."""
+        return self.max_micro_batch if isinstance(self.max_micro_batch, int) else None
+
     def skips(self, step: int) -> bool:
         """Return True if `skip_steps` has this step (from 1)."""
         return any(first <= step < end for first, end in self.skip_steps or ())
@@ -126,8 +134,10 @@ class OptimRecipe:
     """The optimizer and the learning rate of each step."""
 
     name: str = "adamw"
-    """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad or adafactor; or its class name, such as
-    torch.optim.AdamW. adagrad and adafactor need unsharded parameters, so they do not run under ZeRO and FSDP2."""
+    """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad, adafactor or muon; or its class name,
+    such as torch.optim.AdamW. adagrad and adafactor need unsharded parameters, so they do not run under ZeRO and FSDP2;
+    muon does not run under ZeRO and tensor parallelism. Or the path of any other class, such as lion_pytorch.Lion or
+    my_optimizer.MyLion, which is checked at the start (docs/optimizers.md)."""
     lr: Annotated[float, NOT_NEGATIVE] = 1e-3
     """Peak learning rate; with lr_reference_batch=B it is multiplied by global_batch_size/B."""
     lr_reference_batch: Annotated[int | None, POSITIVE] = None
@@ -138,11 +148,12 @@ class OptimRecipe:
     nesterov: bool = False
     """Nesterov's form of momentum (SGD)."""
     betas: Annotated[tuple[float, float], SHARE] = (0.9, 0.999)
-    """Decay rates of the two moments, per step (adamw, adam, nadam, radam, adamax)."""
+    """Decay rates of the two moments, per step (adamw, adam, nadam, radam, adamax; muon's other parameters)."""
     eps: Annotated[float, NOT_NEGATIVE] = 1e-8
-    """Term added to the denominator (adamw, adam, nadam, radam, adamax, rmsprop)."""
-    settings: Mapping[str, bool | float] | None = field(default=None, hash=False)
-    """Further arguments of the optimizer by torch's names, such as {alpha: 0.9, centered: true} for rmsprop."""
+    """Term added to the denominator (adamw, adam, nadam, radam, adamax, rmsprop, muon)."""
+    settings: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Further arguments of the optimizer by torch's names, such as {alpha: 0.9, centered: true} for rmsprop; or those of your
+    optimizer class: numbers, texts, true, false, null and lists of these."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay of matrices and convolution kernels. Norms and biases get none."""
     groups: Mapping[str, Mapping[str, float]] | None = field(default=None, hash=False)
@@ -151,16 +162,25 @@ class OptimRecipe:
     is as for the other parameters. Patterns match parameter names, with the shell's * and ?; the first match counts."""
     clip_norm: Annotated[float | None, POSITIVE] = None
     """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. None: off."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Learning rate schedule after the warm-up."""
+    layer_decay: Annotated[float | None, Range(gt=0, le=1)] = None
+    """Layer-wise decay: multiplies the learning rate of block i of n (as for train.checkpoint_activations) by
+    layer_decay ** (n + 1 - i), and of what comes before the blocks by layer_decay ** (n + 1). None: off."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "polynomial", "step", "constant"] = "cosine"
+    """Learning rate schedule after the warm-up (docs/optimizers.md). wsd: the peak, then a decay over the last decay_steps."""
     warmup_epochs: Annotated[float | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in epochs. Give this or warmup_steps; with neither, no warm-up."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in steps. Give this or warmup_epochs."""
     final_lr_ratio: Annotated[float, SHARE] = 0.0
-    """Learning rate at the end of the cosine, as a fraction of the peak."""
-    cosine_steps: Annotated[int | None, POSITIVE] = None
-    """Step at which the cosine ends; later steps keep the final rate. None: the last step."""
+    """Learning rate at the end of a cosine, linear, wsd or polynomial schedule, as a fraction of the peak."""
+    schedule_steps: Annotated[int | None, POSITIVE] = None
+    """Step at which a cosine, linear, wsd or polynomial schedule ends; later steps keep the final rate. None: the last step."""
+    decay_steps: Annotated[int | None, POSITIVE] = None
+    """Length in steps of the decay at the end of the wsd schedule. None: a fifth of the schedule."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "sqrt"
+    """Shape of the decay of the wsd schedule; sqrt is 1 - sqrt(progress)."""
+    power: Annotated[float, POSITIVE] = 1.0
+    """Exponent of the polynomial schedule; 1 is the linear schedule."""
     decay_epochs: Annotated[tuple[float, ...], POSITIVE] = (30.0, 60.0, 80.0)
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
     decay_factor: Annotated[float, POSITIVE] = 0.1
@@ -173,9 +193,11 @@ class OptimRecipe:
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a mapping with its whole numbers as floats, so that equal recipes have equal digests."""
+    """Return a mapping, or a list, with its whole numbers as floats, so that equal recipes have equal digests."""
     if isinstance(value, Mapping):
         return {name: _with_floats(it) for name, it in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_floats(it) for it in value]
     return float(value) if type(value) is int else value
 
 
@@ -300,6 +322,11 @@ class Recipe:
         return {**self.sections.inputs, **own}
 
 
+def changes_upto(changes: Iterable[Mapping[str, Any]] | None, step: int) -> list[Mapping[str, Any]]:
+    """Return the entries of a list that `by_step` names which begin up to a step."""
+    return [change for change in changes or () if change["from_step"] <= step]
+
+
 def skipped_upto(spans: Iterable[Iterable[int]] | None, step: int) -> list[list[int]]:
     """Return the part of `train.skip_steps` up to a step."""
     return [[first, min(end, step + 1)] for first, end in spans or () if first <= step]
@@ -311,6 +338,23 @@ ALTERNATIVES = (
     ("train.evaluate_every_epochs", "train.evaluate_every_steps"),
     ("optim.warmup_epochs", "optim.warmup_steps"),
 )
+
+
+def problems_of_mixture(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of keys that count epochs, which a mixture of sources does not have."""
+    why = "the training samples are a mixture of sources, which has no epochs"
+    remedies = {
+        "train.epochs": "train.steps",
+        "train.evaluate_every_epochs": "train.evaluate_every_steps",
+        "optim.warmup_epochs": "optim.warmup_steps",
+    }
+    for key, remedy in remedies.items():
+        if attrgetter(key)(recipe):
+            yield problem(recipe, f"{why}: give {remedy} instead", key)
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        yield problem(recipe, f"{why}: give the length of the run in steps", "train.steps")
+    if recipe.optim.schedule == "step":
+        yield problem(recipe, f"{why}, and this schedule counts them: give another one", "optim.schedule")
 
 
 def _contradictions(recipe: Recipe) -> Iterator[Problem]:
@@ -329,7 +373,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
     group_size, because = recipe.sections.group_size, f"because {recipe.sections.why_grouped}"
     if train.global_batch_size % group_size:
         yield problem(recipe, f"it must be a multiple of {group_size}, {because}", "train.global_batch_size")
-    if train.max_micro_batch is not None and train.max_micro_batch < group_size:
+    if train.micro_batch_limit is not None and train.micro_batch_limit < group_size:
         yield problem(recipe, f"it must be at least {group_size}, {because}", "train.max_micro_batch")
     if recipe.optim.nesterov and recipe.optim.momentum == 0:
         yield problem(recipe, "nesterov needs a momentum greater than 0", "optim.nesterov", "optim.momentum")
@@ -356,6 +400,8 @@ class BatchPlan:
     """Forward passes of each rank in one optimizer step."""
     tensor_parallel: int = 1
     """Processes of each rank."""
+    is_auto: bool = False
+    """True if the next start of the run may have a smaller micro-batch (`train.max_micro_batch=auto`)."""
 
     @property
     def micro_batch(self) -> int:
@@ -366,22 +412,24 @@ class BatchPlan:
         """`global batch 64 = micro-batch 16 x accumulation 2 x 2 processes`."""
         several, each = self.data_ranks > 1, self.tensor_parallel
         ranks = f"data-parallel rank{'s' * several} of {each} processes" if each > 1 else f"process{'es' * several}"
-        batches = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+        batches = f"micro-batch {self.micro_batch}{' (auto)' * self.is_auto} x accumulation {self.accumulation}"
         return f"global batch {self.global_batch_size} = {batches} x {self.data_ranks} {ranks}"
 
     @property
     def passes(self) -> int:
-        """Forward passes of a step, on all ranks together."""
-        return self.data_ranks * self.accumulation
+        """Forward passes of a step, on all ranks together; at least 2 where the next start may take more."""
+        return max(self.data_ranks * self.accumulation, 1 + self.is_auto)
 
     @classmethod
-    def of(cls, recipe: Recipe, data_ranks: int, *, tensor_parallel: int = 1) -> BatchPlan:
+    def of(cls, recipe: Recipe, data_ranks: int, *, tensor_parallel: int = 1, most: int | None = None) -> BatchPlan:
         """Return the plan with the fewest forward passes whose micro-batch is at most `train.max_micro_batch` samples.
 
+        If that is auto, it is at most `most`; None: as large as the global batch allows.
         Every micro-batch contains whole groups of the task's `group_size` samples (mixup mixes pairs).
         Raises RecipeError, which names possible numbers of processes, if no plan exists.
         """
-        global_batch_size, max_micro_batch = recipe.train.global_batch_size, recipe.train.max_micro_batch
+        global_batch_size, is_auto = recipe.train.global_batch_size, recipe.train.max_micro_batch == "auto"
+        max_micro_batch = most if is_auto else recipe.train.micro_batch_limit
         group_size, why_grouped = recipe.sections.group_size, recipe.sections.why_grouped
 
         def passes(ranks: int) -> int | None:
@@ -392,7 +440,7 @@ class BatchPlan:
 
         if accumulation := passes(data_ranks):
             sizes = {"global_batch_size": global_batch_size, "data_ranks": data_ranks, "tensor_parallel": tensor_parallel}
-            return cls(**sizes, accumulation=accumulation)
+            return cls(**sizes, accumulation=accumulation, is_auto=is_auto)
         legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and passes(size)]
         near = sorted(sorted(legal, key=lambda size: abs(size - data_ranks))[:8])
         choices = ", ".join(str(size * tensor_parallel) for size in near)

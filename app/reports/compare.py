@@ -231,7 +231,11 @@ def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int |
 def digests(run: PastRun) -> dict[int, str]:
     """Return the digest of the samples of each step that counts."""
     lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.StepSpan)]
-    return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
+    found = {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
+    for line in lines:  # samples of a mixture are numbered alike whatever the sources are
+        for name, counts in line.sources.items():
+            found |= {step: f"{found[step]}, {name} {count}" for step, count in enumerate(counts, start=line.first)}
+    return found
 
 
 def learning_rates(run: PastRun) -> dict[int, float]:

@@ -14,7 +14,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -225,7 +225,9 @@ def _with_schedule(run: PastRun) -> PastRun:
     per_epoch, total = run.starts[-1].training_samples // batch, run.starts[-1].total_steps
     sizes = {"global_batch_size": batch, "steps_per_epoch": per_epoch, "total_steps": total}
     steps = sorted({*logged, *range(1, max(logged) + 1, -(-max(logged) // 400))})
-    rates = {step: lr_at(step - 1, optim=OptimRecipe(**optim), **sizes) for step in steps}
+    known = {it.name for it in fields(OptimRecipe)}  # a run of another version may have other keys
+    of_run = OptimRecipe(**{key: value for key, value in optim.items() if key in known})
+    rates = {step: lr_at(step - 1, optim=of_run, **sizes) for step in steps}
     if not all(math.isclose(rates[step], line["learning_rate"], rel_tol=1e-6) for step, line in logged.items()):
         return run
     seen = np.interp(steps, [0, *logged], [0, *(line[axis] for line in logged.values())]).tolist()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class Start:
     """When the job started, this time."""
     launched: float
     """When the main process started."""
+    shuffled: bool = True
+    """False for a mixture, whose samples are numbered in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class StepSpan:
     """Steps of which a gradient was not finite, or a spike."""
     skipped_by_recipe: tuple[int, ...] = ()
     """Steps of `train.skip_steps`, of which nothing was computed."""
+    sources: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of a mixture: what each source contributes to each step, in tokens or whatever the samples count, or else in samples."""
     training_s: float
     """Time spent since the line of steps before, or since the loop began, without evaluations and saves."""
     waiting_s: float
@@ -82,6 +86,8 @@ class StepSpan:
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last == self.first + len(self.digests) - 1:
             raise ValueError(f"steps {self.first} to {self.last} have {len(self.digests)} digests")
+        if any(len(counts) != len(self.digests) for counts in dict(self.sources).values()):
+            raise ValueError(f"steps {self.first} to {self.last} lack counts of a source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +200,7 @@ def _upto(event: Event, step: int) -> Event | None:
             digests=event.digests[:num_steps],
             skipped=tuple(skipped for skipped in event.skipped if skipped <= step),
             skipped_by_recipe=tuple(skipped for skipped in event.skipped_by_recipe if skipped <= step),
+            sources={name: counts[:num_steps] for name, counts in event.sources.items()},
             training_s=event.training_s * share,
             waiting_s=event.waiting_s * share,
         )

@@ -160,6 +160,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def last_micro_batch(path: Path, **same: Any) -> int | None:
+    """Return the micro-batch of a run's last start; None if there is none, or these values of run.json are not the `same`."""
+    with suppress(RunFolderError):
+        about = read_json(path / RUN)
+        if is_count(about.get("micro_batch")) and all(about.get(key) == value for key, value in same.items()):
+            return int(about["micro_batch"])
+    return None
+
+
 def existing(text: str) -> Path:
     """Return the folder of a run that the command line names. Raises RunFolderError if there is none."""
     path = Path(text)

@@ -1,4 +1,4 @@
-"""Images on a GPU: ResNet-50 compared with a hand-written loop, small models, and the shipped recipe as a user starts it.
+"""Images on a GPU: ResNet-50 compared with a hand-written loop, and small models.
 
 Both loops train in bf16 with a fused optimizer, ResNet-50 with channels_last. On made-up images the hand-written loop has one
 batch on the device and needs no feed at all, while Samerun looks its batches up in a mapped file, copies and normalizes them.
@@ -33,7 +33,6 @@ from benchmarks.__main__ import MODELS, write_images
 from benchmarks.contest import HAND, IMAGES, SAMERUN, Entry, say, spread
 from launch import preset
 from launch.node_command import accelerate_argv
-from launch.run_module import program
 
 _CLASSES = 10
 _SHARDED = {"fsdp2": 0.95, "deepspeed_zero1": 0.90, "deepspeed_zero2": 0.90, "deepspeed_zero3": 0.80}
@@ -52,12 +51,6 @@ def eager(options: argparse.Namespace, folder: Path) -> int:
     return _contest(entries, options, folder)
 
 
-def compiled(options: argparse.Namespace, folder: Path) -> int:
-    """Both loops compiled; not in a dry run, in which it would take a minute."""
-    pair = _pair(options, "AdamW, compiled", resnet(options, folder), compiled=not options.dry_run)
-    return _contest(pair, options, folder)
-
-
 def sharded(options: argparse.Namespace, folder: Path) -> int:
     """Each preset that shards, with one process, compared with the hand-written loop, which knows no other."""
     entries = _pair(options, "AdamW", resnet(options, folder))
@@ -71,16 +64,10 @@ def sharded(options: argparse.Namespace, folder: Path) -> int:
 
 
 def on_photographs(options: argparse.Namespace, folder: Path) -> int:
-    """JPEG files, and what the shipped recipe waits for them."""
+    """JPEG files that workers decode."""
     write_photographs(folder / "photographs", options.photographs)
     pair = _pair(options, "photographs", resnet(options, folder / "photographs", photographs=True))
-    return _contest(pair, options, folder) | _run_recipe(options, folder / "run", f"data.path={folder / 'photographs'}")
-
-
-def shipped(options: argparse.Namespace, folder: Path) -> int:
-    """The shipped recipe on images that worker processes make up."""
-    samples = ("data.source=fakedata", f"data.fake_train_samples={1000 * options.batch}", "data.fake_test_samples=256")
-    return _run_recipe(options, folder / "run", *samples)
+    return _contest(pair, options, folder)
 
 
 def small(options: argparse.Namespace, folder: Path) -> int:
@@ -120,12 +107,11 @@ def resnet(options: argparse.Namespace, folder: Path, *overrides: str, photograp
     return {"recipe": "imagenet_resnet50", "overrides": words, "photographs": photographs, "channels_last": True}
 
 
-def _pair(options: argparse.Namespace, label: str, task: Mapping[str, Any], *, compiled: bool = False) -> dict[str, Entry]:
+def _pair(options: argparse.Namespace, label: str, task: Mapping[str, Any]) -> dict[str, Entry]:
     """Return the hand-written loop and ours."""
     hand = f"hand-written, {label}"
     variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(contest.ON_CPU if options.dry_run else {})}
-    theirs = Entry(task={**task, "program": HAND, "compiled": compiled}, variables=variables)
-    variables = {**variables, **({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"} if compiled else {})}
+    theirs = Entry(task={**task, "program": HAND}, variables=variables)
     ours = Entry(task={**task, "program": SAMERUN}, variables=variables, beside={hand: ">= 0.98"})
     return {hand: theirs, f"samerun, {label}": ours}
 
@@ -140,26 +126,6 @@ def _contest(entries: Mapping[str, Entry], options: argparse.Namespace, folder: 
     failed = contest.say_rates(entries, found, rows="samples", units=options.batch, on_cpu=options.dry_run)
     say("")
     return failed
-
-
-def _run_recipe(options: argparse.Namespace, run_dir: Path, *data: str) -> int:
-    """Train for some lines of metrics, of which the first two do not count, and print the medians of the others."""
-    every, lines = (1, 3) if options.dry_run else (20, 6)
-    words = ["launch", "--preset", "single_gpu", "--mixed-precision", "bf16", "--recipe", "imagenet_resnet50"]
-    words += ["--trackers", "none", *data, "optim.warmup_epochs=null"]
-    words += [f"train.steps={every * lines}", f"log.every_steps={every}"]
-    if options.dry_run:
-        words += [f"train.global_batch_size={options.batch}", f"data.image_size={options.image_size}"]
-        words += [f"data.resize_size={options.image_size}", f"model.name={options.model}"]
-    subprocess.run([*program("launch.cli"), *words, "--run-dir", str(run_dir)], check=True, stdout=sys.stderr)
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
-    rate, mfu, waits = ([line[name] for line in found] for name in ("samples_per_s", "mfu", "data_wait_share"))
-    wait = statistics.median(waits)
-    say(f"| `samerun {' '.join(words)}` | |\n|---|---|")
-    say(f"| images/s | {statistics.median(rate):,.0f} ({min(rate):,.0f} to {max(rate):,.0f}, {len(found)} lines) |")
-    say(f"| MFU | {'unknown' if None in mfu else f'{statistics.median(mfu):.1%}'} |")
-    say(f"| share of the time that it waits for data | {wait:.2%} (goal {contest.verdict('<= 0.02', wait)}) |\n")
-    return 0
 
 
 def write_photographs(folder: Path, count: int, *, classes: int = _CLASSES) -> None:

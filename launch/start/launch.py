@@ -25,17 +25,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.environment import host
-from app.environment.topology import ERRORS, Topology
-from app.errors import STOPPED, HangError, SamerunError, TrainingError, UsageError
+from app.environment.topology import ERRORS, MICRO_BATCH, Topology
+from app.errors import STOPPED, HangError, LackOfMemoryError, SamerunError, TrainingError, UsageError
 from app.files.text_files import parsed
 from app.options import Parser, above_zero
 from app.recipe import recipe_file
+from app.recipe.schema import BatchPlan
 from app.runs import run_folder
 from launch import preset
 from launch.node_command import accelerate_argv, one_process_argv
 from launch.run_module import program
 from launch.schedulers import detect
-from launch.schedulers.hosts import ATTEMPT, NotDoneError
+from launch.schedulers.hosts import ATTEMPT, NotDoneError, count_accelerators
 from launch.start import supervise
 from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
 from launch.start.resolved import Resolved, add_processes, checked, default_preset, set_processes, with_port
@@ -129,7 +130,10 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     file = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and resolved.writes_outcome else None
     # By ssh it ends when that has. Daemons of batch systems may be restarted meanwhile.
     by_ssh = "SSH_CONNECTION" in environment
-    exit_code = supervise.run(resolved.local_argv(exported), exported, ends_with_parent=by_ssh).exit_code
+    ending = supervise.run(resolved.local_argv(exported), exported, ends_with_parent=by_ssh)
+    if resolved.plan.is_auto and ending.is_killed_for_memory:  # the first node's launcher, which restarts all, reads it
+        raise LackOfMemoryError("the kernel killed a process: the host ran out of memory")
+    exit_code = ending.exit_code
     outcome = file.read(exit_code, is_required=True) if file else None
     # Where `samerun launch` started this, it reads the outcome itself.
     is_stopped = outcome is not None and outcome.outcome == "stopped" and ATTEMPT not in environment
@@ -202,34 +206,69 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         say(f"the end of the job's time is unknown ({times.origin}), so the run cannot stop and save before it")
     resume = resolved.resume_command() if resolved.job else ""
     exported = resolved.with_threads(times.added_to(environment)) | (new_token() if is_elsewhere else {})
-    for restart in range(max_restarts + 1):
-        attempt = replace(resolved, earlier_starts=resolved.earlier_starts + restart)
+    restarts = starts = 0
+    while True:
+        attempt = replace(resolved, earlier_starts=resolved.earlier_starts + starts)
+        starts += 1
         mark = f"{secrets.token_hex(8)}-{attempt.earlier_starts}"
         file, errors = OutcomeFile(run_dir), run_dir.absolute() / run_folder.ERRORS / mark
         command = attempt.start_argv() if is_elsewhere else attempt.local_argv(exported)
-        ending = supervise.run(command, {**exported, ATTEMPT: mark, ERRORS: str(errors)}, errors=errors, resume=resume)
+        variables = {ATTEMPT: mark, ERRORS: str(errors)}
+        variables |= {MICRO_BATCH: str(resolved.plan.micro_batch)} if resolved.plan.is_auto else {}
+        ending = supervise.run(command, exported | variables, errors=errors, resume=resume)
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             host.kill_all_with(ATTEMPT, mark)
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if _may_restart(ending) and limit != resource.RLIM_INFINITY:
             say(f"the address space is limited to {limit / 2**30:.1f} GiB, which may be the cause: try `ulimit -v unlimited`")
+        if resolved.plan.is_auto and ending.needs_less_memory and not ending.signals:
+            on_cpu = ending.is_killed_for_memory or count_accelerators(environment)[0] == 0
+            resolved, size = _with_less(resolved, run_dir, mark, on_cpu=on_cpu), resolved.plan.micro_batch
+            numbers = [it.name.removeprefix("step-") for it in run_dir.glob("checkpoints/step-*")]
+            began_at = run_folder.read_json(run_dir / run_folder.RUN).get("resumed_step", 0)
+            step = max((int(it) for it in numbers if it.isdecimal()), default=began_at)
+            say(f"out of memory with micro-batch {size}: starting again with {resolved.plan.micro_batch} from step {step}")
+            continue
         if ending.is_out_of_memory:
             # The kernel kills for the host's memory, with GPUs too: offloading to it, or more devices in it, would not help.
-            remedy = resolved.preset.sharding(resolved.degrees).what_to_change(
-                resolved.topology.world_size,
-                micro_batch=resolved.plan.micro_batch,
-                checkpoint_activations=resolved.loaded.recipe.train.checkpoint_activations,
-                on_cpu=True,
-            )
-            say(f"the kernel killed a process: the host ran out of memory. {remedy}")
+            say(f"the kernel killed a process: the host ran out of memory. {_remedy(resolved, on_cpu=True)}")
         # On other nodes their own launcher looks for the outcome.
         outcome = file.read(ending.exit_code, is_required=resolved.writes_outcome and not is_elsewhere)
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(resolved, outcome, ending, say)
-        if outcome is not None or restart == max_restarts or not _may_restart(ending):
-            break
-        say(f"the run crashed, and resumes from its newest checkpoint: restart {restart + 1} of {max_restarts}")
-    return ending.exit_code
+        if outcome is not None or restarts == max_restarts or not _may_restart(ending):
+            return ending.exit_code
+        restarts += 1
+        say(f"the run crashed, and resumes from its newest checkpoint: restart {restarts} of {max_restarts}")
+
+
+def _with_less(resolved: Resolved, run_dir: Path, mark: str, *, on_cpu: bool) -> Resolved:
+    """Return a run that was out of memory with at most half of its micro-batch.
+
+    `mark` is that of the start. Raises LackOfMemoryError if a smaller micro-batch is impossible or would not help.
+    """
+    plan, loaded, size, has_begun = resolved.plan, resolved.loaded, resolved.plan.micro_batch, False
+    recipe = loaded.recipe
+    with suppress(OSError, ValueError, LookupError, TypeError):  # it did not come as far as the run folder
+        has_begun = Path(run_folder.last_start(run_dir)["errors"]).name == mark
+    if has_begun and size // 2 >= recipe.sections.group_size:
+        smaller = BatchPlan.of(recipe, plan.data_ranks, tensor_parallel=plan.tensor_parallel, most=size // 2)
+        return replace(resolved, plan=smaller)
+    what = f"with {size} sample{'s' * (size > 1)} per forward pass" if has_begun else "before its first forward pass"
+    raise LackOfMemoryError(
+        f"train.max_micro_batch is auto ({loaded.origins['train.max_micro_batch']}), but the run is out of memory {what}. "
+        f"{_remedy(resolved, on_cpu=on_cpu)}"
+    )
+
+
+def _remedy(resolved: Resolved, *, on_cpu: bool) -> str:
+    """Return what to change in a run that is out of memory."""
+    return resolved.preset.sharding(resolved.degrees).what_to_change(
+        resolved.topology.world_size,
+        micro_batch=1 if resolved.plan.is_auto else resolved.plan.micro_batch,
+        checkpoint_activations=resolved.loaded.recipe.train.checkpoint_activations,
+        on_cpu=on_cpu,
+    )
 
 
 def _may_restart(ending: Ending) -> bool:

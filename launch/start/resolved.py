@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app import tasks
 from app.environment.launched import NO_FP16_ON_CPU, end_time_s
-from app.environment.topology import Degrees, Topology, listed
+from app.environment.topology import MICRO_BATCH, Degrees, Topology, listed, number
 from app.errors import CheckpointError, DataError, PresetError, RunFolderError, SamerunError, TopologyError, TrackerError
 from app.options import Parser, add_recipe, add_resume, add_training, not_negative, positive, precision, trackers, whole
 from app.options import parser as training_parser
@@ -23,6 +23,7 @@ from app.recipe import optimizers
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.recipe_file import load as load_recipe
 from app.recipe.schema import BatchPlan
+from app.runs import run_folder
 from launch import preset
 from launch.node_command import accelerate_argv, one_process_argv
 from launch.preset import PRECISIONS, Preset, requested_sizes
@@ -80,6 +81,7 @@ class Resolved:
             mixed_precision=self.options.mixed_precision,
             node_rank=node_rank,
             sizes=requested_sizes(self.options),
+            micro_batch=self.plan.micro_batch if self.plan.is_auto else None,
         )
 
     def local_argv(self, environment: Mapping[str, str]) -> list[str]:
@@ -238,11 +240,6 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     counts = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
     allocation = detect.find(environment, **counts)
     job = detect.job(environment) if allocation else None
-    if allocation and allocation.is_task and options.max_restarts and ATTEMPT not in environment:
-        raise TopologyError(
-            f"--max-restarts is {options.max_restarts}, but a task started by srun cannot restart the other "
-            "nodes: leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
-        )
     chosen = preset.from_options(options)
     origin = "--preset" if options.preset else "the preset for replicas or tensor parallelism; --preset overrides it"
     if allocation:
@@ -257,19 +254,33 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset overrides it"
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe, training.overrides)
-    if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
-        raise PresetError(refusal)
+    is_auto = loaded.recipe.train.max_micro_batch == "auto"
+    if allocation and allocation.is_task and (options.max_restarts or is_auto) and ATTEMPT not in environment:
+        wish = f"--max-restarts is {options.max_restarts}" if options.max_restarts else "train.max_micro_batch is auto"
+        raise TopologyError(
+            f"{wish}, but a task started by srun cannot restart the other nodes: leave out srun, because `samerun launch` "
+            "calls it itself in a batch script or salloc"
+        )
     has_gpu = count_accelerators(environment)[0] > 0 or any(map(os.path.exists, _NOT_COUNTED))
     if (options.mixed_precision or chosen.mixed_precision) == "fp16" and not allocation and not has_gpu:
         raise PresetError(f"mixed_precision is fp16, and there is no GPU here: {NO_FP16_ON_CPU}")
     degrees = chosen.degrees(topology, preset.requested_sizes(options))
+    if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy, degrees.tensor_parallel):
+        raise PresetError(refusal)
     if degrees.tensor_parallel > 1 and loaded.recipe.task in tasks.WITHOUT_PARTS:
         task = loaded.recipe.task
         raise PresetError(f"preset {chosen.name} cannot split the models of task {task}: use fsdp2, which shards any model")
     earlier_starts = job.requeues if job else 0
     if allocation and allocation.is_task and ATTEMPT in environment:
         earlier_starts = int(environment[ATTEMPT].rpartition("-")[2])
-    data_ranks = topology.world_size // degrees.tensor_parallel
+    parts, run_dir = degrees.tensor_parallel, options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None)
+    most = None
+    if allocation and allocation.is_task and MICRO_BATCH in environment:
+        most = number(environment, MICRO_BATCH)
+    elif run_dir:
+        same = {"world_size": topology.world_size, "tensor_parallel": parts if parts > 1 else None, "preset": chosen.name}
+        precision = options.mixed_precision or chosen.mixed_precision
+        most = run_folder.last_micro_batch(Path(run_dir), mixed_precision=precision, **same)
     resolved = Resolved(
         allocation=allocation,
         job=job,
@@ -278,8 +289,8 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
         preset_origin=origin,
         loaded=loaded,
         # The same for every start that is to continue the run.
-        run_dir=options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None),
-        plan=BatchPlan.of(loaded.recipe, data_ranks, tensor_parallel=degrees.tensor_parallel),
+        run_dir=run_dir,
+        plan=BatchPlan.of(loaded.recipe, topology.world_size // parts, tensor_parallel=parts, most=most),
         degrees=degrees,
         options=options,
         argv=argv,

@@ -29,7 +29,7 @@ from typing import IO
 
 from app.environment import host
 from app.environment.topology import LAUNCHER
-from app.errors import printable
+from app.errors import LackOfMemoryError, printable
 from app.runs import run_folder
 from app.runs.run_folder import ProcessFailure
 from launch.run_module import ACCELERATE, as_shells_say
@@ -110,6 +110,16 @@ class Ending:
     """Signals that this process got, and gets: they are still received after the end of the run."""
     is_out_of_memory: bool = False
     """Return True if the kernel has killed a process of this job on this machine because memory ran out."""
+
+    @property
+    def is_killed_for_memory(self) -> bool:
+        """True if the process that ended the run was killed while the kernel killed one because memory ran out."""
+        return self.is_out_of_memory and self.exit_code == 128 + signal.SIGKILL
+
+    @property
+    def needs_less_memory(self) -> bool:
+        """True if the run ended for lack of memory, of a device or of the host."""
+        return self.is_killed_for_memory or self.exit_code == LackOfMemoryError.exit_code
 
 
 class _Command:

@@ -14,6 +14,8 @@ from benchmarks.contest import verdict
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.wheels import _requirements
 
+HAND, WHOLE = "hand-written", "samerun, whole logits"
+
 
 def dry_run(folder: Path, *arguments: str) -> Finished:
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(folder), *arguments]
@@ -29,9 +31,10 @@ def table(report: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("parts", "programs"),
     [
-        (("eager", "recipe", "small"), {"hand-written, AdamW", "samerun, SGD", "convnet, samerun"}),
+        (("eager", "small"), {"hand-written, AdamW", "samerun, SGD", "convnet, samerun"}),
         (("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}),
-        (("text", "text_large", "memory"), {"hand-written", "samerun, whole logits", "samerun", "transformers' Trainer"}),
+        (("text_compiled",), {f"{name}, {way}" for name in (HAND, WHOLE) for way in ("eager", "compiled", "checkpointed")}),
+        (("text", "text_large", "memory"), {HAND, WHOLE, "samerun", "transformers' Trainer"}),
     ],
 )
 def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str], tmp_path: Path) -> None:
@@ -42,7 +45,6 @@ def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str]
     rates = [row for row in table(report) if len(row) == 5 and row[2] == "unknown"]
     assert rates
     assert all(float(row[1].split()[0].replace(",", "")) > 0 for row in rates)
-    assert ("waits for data" in report) == ("recipe" in parts)
     assert sum(len(row) == 6 and "%" in row[3] for row in table(report)) == 10 * ("memory" in parts)
     assert all(words in report for words in ("--dry-run", "torch 2.", "All parts are done."))
 

@@ -67,14 +67,51 @@ def test_keys_that_do_not_affect_training_and_the_length_can_differ(tmp_path: Pa
     skipping = ("train.skip_steps=[[90,112],[120,130]]",)
     assert check(tmp_path, *skipping, before={"train.skip_steps": [[90, 115]]}) == same
     assert check(tmp_path, "train.skip_steps=[[111,112]]", without=("train.skip_steps",)) == same
-    constant = {"optim.schedule": "constant"}
-    assert check(tmp_path, "train.epochs=20", "optim.schedule=constant", before=constant) == same
-    assert check(tmp_path, "train.epochs=20").note == (
-        "the run is 440 steps long instead of 220: under optim.schedule=cosine this changes all learning rates from step 111 on"
-    )
-    note = check(tmp_path, "train.epochs=20", "optim.warmup_steps=200", before={"optim.warmup_steps": 200}).note
-    assert note is not None
-    assert "from step 202 on" in note
+    assert check(tmp_path, before={"optim.cosine_steps": None}, without=("optim.schedule_steps",)) == same
+
+
+CONSTANT, WARM = {"optim.schedule": "constant"}, {"optim.warmup_steps": 200}
+WSD = {"optim.schedule": "wsd", "optim.decay_steps": 60}  # from step 161 of 220 on
+LONGER = "the run is 440 steps long instead of 220"
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "note"),
+    [
+        (CONSTANT, {"train.epochs": 20}, f"{LONGER}, which changes no learning rate"),
+        (WSD, {"train.epochs": 20}, f"{LONGER}, which changes learning rates from step 162 on"),
+        (WARM, {"train.epochs": 20}, f"{LONGER}, which changes learning rates from step 202 on"),
+        ({}, {"train.epochs": 20}, f"{LONGER}: under optim.schedule=cosine this changes all learning rates from step 111 on "
+         "(optim.schedule_steps=220 keeps them)"),
+        ({}, {"train.epochs": 20, "optim.schedule_steps": 220},
+         f"{LONGER}, optim.schedule_steps was None and is 220, which changes no learning rate"),
+        (CONSTANT, {"optim.schedule": "wsd", "optim.decay_steps": 110},
+         "optim.decay_steps was None and is 110, optim.schedule was 'constant' and is 'wsd', which changes learning rates "
+         "from step 112 on"),
+    ],
+)  # fmt: skip
+def test_another_length_or_schedule_is_noted(
+    tmp_path: Path, before: dict[str, Any], overrides: dict[str, Any], note: str
+) -> None:
+    words = (f"{key}={value}" for key, value in {**before, **overrides}.items())
+    assert check(tmp_path, *words, before=before).note == note
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "words"),
+    [
+        ({}, {"optim.warmup_steps": 5},
+         "is at step 110, and optim.warmup_steps was 0 and is 5, which changes the learning rate of step 1, a step taken "
+         "already: undo the change."),
+        (CONSTANT, {"optim.schedule": "wsd", "optim.decay_steps": 112}, "give --resume a checkpoint of step 109 or earlier"),
+        ({**WSD, "optim.decay_steps": 150}, {"train.epochs": 20}, f"{LONGER}, which changes the learning rate of step 72, a "),
+    ],
+)  # fmt: skip
+def test_another_rate_of_a_step_that_was_taken_is_refused(
+    tmp_path: Path, before: dict[str, Any], overrides: dict[str, Any], words: str
+) -> None:
+    chosen = [f"{key}={value}" for key, value in {**before, **overrides}.items()]
+    assert words in refusal(lambda: check(tmp_path, *chosen, before=before))
 
 
 @pytest.mark.multiproc

@@ -19,7 +19,7 @@ from app import export
 from app.checkpoints import step_folders
 from app.checkpoints.step_folders import Reader
 from app.checks.bisect import first_difference
-from app.checks.replay import SAME, Record, walks
+from app.checks.replay import FLOORS, SAME, Record, Replay, Value, Walk, walks
 from app.errors import RunFolderError, UsageError
 from app.init.region import Piece, Region
 from app.reports.compare import compare
@@ -128,6 +128,13 @@ def test_runs_that_agree_do_not_part(two: Path, copied: Path) -> None:
     span, (text,) = first_difference([one, other], compare(one.run, other.run))
     assert span == (43, 45)
     assert text.startswith("the runs part: the loss of steps 43-45 differs")
+
+
+@pytest.mark.parametrize(("floor", "limit"), [(9.6e-8, "1e-05"), (1e-5, "3 noise floors, 3.0e-05")])
+def test_the_limit_that_was_used_is_named(floor: float, limit: str) -> None:
+    value = Value("loss", (3, 3), 1.0, 1.0 + 4e-6, 4e-6)
+    found = Replay(Walk([3], 0, None, 3), [], [value], False, floor, max(SAME, FLOORS * floor), [], 1.0, 1.0)
+    assert f"within {limit} (half precision, or another kind of device): largest difference 4.0e-06 (noise floor" in str(found)
 
 
 # Replays ---------------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,22 @@ def test_plain_python_and_the_host_draw_the_same(seed, numbers, purpose, high):
 
 
 @settings(deadline=None)
+@given(seeds, st.lists(samples, min_size=1, max_size=8), st.text(max_size=12))
+def test_numbers_that_the_host_computes_for_a_device_are_those_that_the_device_computes(seed, numbers, purpose):
+    by_device = Draws(seed, torch.tensor(numbers))
+    by_host = Draws(seed, torch.tensor(numbers), np.array(numbers, np.int64))
+    for draw in (
+        lambda draws: draws.bits(purpose),
+        lambda draws: draws.bits(purpose, (2, 3)),
+        lambda draws: draws.uniform(purpose),
+        lambda draws: draws.normal(purpose),
+        lambda draws: draws.every(2).uniform(purpose),
+        lambda draws: draws.streams(2).uniform(purpose),
+    ):
+        assert torch.equal(draw(by_host), draw(by_device))
+
+
+@settings(deadline=None)
 @given(seeds, st.lists(samples, min_size=2, max_size=16, unique=True), st.randoms(use_true_random=False))
 def test_a_sample_draws_the_same_in_any_batch(seed, numbers, random):
     whole = Draws(seed, torch.tensor(numbers))

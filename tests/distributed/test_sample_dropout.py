@@ -225,3 +225,51 @@ def test_names_places_and_what_is_left() -> None:
     assert list(draws.left) == ["3", "4"]
     with pytest.raises(RecipeError, match=r"3: it draws .* 4: .*2 processes\)\. Set the dropout of attention to 0"):
         draws.refuse_others(SEVERAL)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout2d(0.3), torchvision.ops.StochasticDepth(0.3, "row")])
+def test_compiled_code_drops_the_same(layer: nn.Module) -> None:
+    """Also of a copy, and of an input that a layer drops twice; two layers of a kind share their code."""
+    model, torch_layer = nn.Sequential(layer, nn.Tanh(), copy.deepcopy(layer)), copy.deepcopy(layer)
+    draws = give_to_samples(model, SEED)
+    x = torch.rand(6, 3, 4, 4) + 1
+
+    def passes(call: Any) -> list[Tensor]:
+        draws.begin(torch.arange(6))
+        return [call(each, x.clone().requires_grad_()) for each in (model[0], model[2], copy.deepcopy(model[2]))]
+
+    def twice(each: nn.Module, value: Tensor) -> Tensor:
+        output = each(value) + 10 * each(value)
+        (gradient,) = torch.autograd.grad(output.sum(), value)
+        return torch.stack([output.detach(), gradient])
+
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda each, value: each(value) + 10 * each(value), backend="aot_eager", fullgraph=True)
+
+    def compiled_twice(each: nn.Module, value: Tensor) -> Tensor:
+        output = compiled(each, value)
+        (gradient,) = torch.autograd.grad(output.sum(), value)
+        return torch.stack([output.detach(), gradient])
+
+    torch.testing.assert_close(passes(compiled_twice), passes(twice))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    draws.end()
+    torch.manual_seed(1)
+    drawn = compiled(model[0], x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(drawn, torch_layer(x) + 10 * torch_layer(x))
+
+
+def test_a_call_that_compiled_code_recomputes_must_be_the_only_one() -> None:
+    model, draws = one(nn.Dropout(0.3))
+    x = torch.rand(6, 4, requires_grad=True)
+    once = torch.compile(lambda value: model(value.tanh()).sin(), backend="aot_eager")
+    draws.begin(torch.arange(6))
+    mask = once(x) == 0
+    draws.begin(torch.arange(6))
+    (gradient,) = torch.autograd.grad(checkpoint(once, x, use_reentrant=False).sum(), x)
+    assert torch.equal(gradient == 0, mask)
+    draws.begin(torch.arange(6))
+    found = checkpoint(once, checkpoint(once, x, use_reentrant=False), use_reentrant=False)
+    with pytest.raises(TrainingError, match=r"the dropout layer 0 is called 2 times .* recomputes it in compiled code"):
+        found.sum().backward()

@@ -66,9 +66,16 @@ def run_page(page: Path, folder: Path, start: Callable[..., Started]) -> None:
         assert_printed(expected, done.output)
 
 
+LONG = {"lesson", "too-big"}
+"""Pages of many commands, which other tests run as well."""
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("page", [page for page in PAGES if page != SLURM], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=[pytest.mark.long] * (page.stem in LONG)) for page in PAGES if page != SLURM],
+)
 def test_a_page_runs_as_written(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path, lambda *command, env: Started(list(command), env=env))
 
@@ -105,4 +112,4 @@ def test_commands_of_the_lessons_exercises_are_accepted(tmp_path: Path) -> None:
 
 def test_the_figures_are_up_to_date() -> None:
     for name, draw in figures.FIGURES.items():
-        assert (REPOSITORY / "docs" / "learn" / name).read_text() == draw(), "run python docs/figures.py"
+        assert (REPOSITORY / "docs" / name).read_text() == draw(), "run python docs/figures.py"

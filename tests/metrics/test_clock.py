@@ -119,7 +119,7 @@ def test_every_line_says_where_the_time_went_and_a_slow_rank_is_waited_for(prese
     """
     script, slow_s = str(processes.SCRIPTS / "slow_rank.py"), 0.3
     run = ("--run-dir", str(tmp_path), "--recipe", "digits", "--trackers", "none", "train.steps=10", "log.every_steps=5")
-    processes.run(preset, 2, script, "1", str(slow_s), *run).check()
+    output = processes.run(preset, 2, script, "1", str(slow_s), *run).check().output
     _, line = read_lines(tmp_path / "metrics.jsonl")
     shares = [line[f"{phase}_share"] for phase in ("data_wait", "forward_backward", "optimizer", "communication")]
     assert all(share >= 0 for share in shares)
@@ -128,6 +128,9 @@ def test_every_line_says_where_the_time_went_and_a_slow_rank_is_waited_for(prese
     assert line["communication_share"] * step_s > 0.3 * slow_s
     assert line["communication_share"] < 0.6
     assert line["optimizer_share"] > 0
+    assert line["slowest_rank"] == 1
+    assert 1.1 < line["slowest_rank_ratio"] < 2.0
+    assert f"  rank 1 is {line['slowest_rank_ratio']:.1f} x the median" in output
     assert line["samples_per_s_per_device"] == pytest.approx(line["samples_per_s"] / 2)
     assert line["flops_per_s"] > 0
     assert line["mfu"] is None  # a CPU's peak is not known

@@ -13,6 +13,7 @@ from torch import nn
 
 from app.errors import PresetError, RecipeError
 from app.optim import parameter_groups, schedule
+from app.planning import tracing
 from app.recipe import optimizers, recipe_file
 from app.recipe.optimizers import TABLE
 from app.recipe.schema import OptimRecipe, Recipe
@@ -22,7 +23,7 @@ from launch import preset
 from launch.start.launch import launch
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "muon"])  # tests/optim/test_muon.py
 def test_the_table_says_what_torch_takes(name: str) -> None:
     """Every number and switch of torch's that changes what is learnt, with torch's default, is a key or a setting."""
     optimizer = TABLE[name]
@@ -47,9 +48,14 @@ class Net(nn.Module):
 def test_who_needs_whole_parameters_is_refused_where_they_are_cut() -> None:
     cut = {name for name in preset.names() if optimizers.refusal("adafactor", preset.load(name).strategy)}
     assert set(preset.names()) - cut == set(optimizers.WHOLE_PRESETS)
+    of_muon = {name for name in preset.names() if optimizers.refusal("muon", preset.load(name).strategy)}
+    assert of_muon == {name for name in preset.names() if name.startswith("deepspeed")}
     assert not any(optimizers.refusal("nadam", preset.load(name).strategy) for name in preset.names())
     command = ["--preset", "fsdp2", "--processes", "2", "--dry-run", "optim.name=torch.optim.Adafactor"]
     with pytest.raises(PresetError, match=r"optim.name is adafactor, .*shards them: use cpu, single_gpu, .* or an optimizer"):
+        launch(command, {}, say=lambda _: None)
+    command = ["--preset", "tensor_parallel", "--processes", "2", "--dry-run", "optim.name=muon"]
+    with pytest.raises(PresetError, match=r"is muon, .* but the preset's tensor parallelism shards them: use cpu, .* or hsdp,"):
         launch(command, {}, say=lambda _: None)
 
 
@@ -57,10 +63,11 @@ def test_who_needs_whole_parameters_is_refused_where_they_are_cut() -> None:
     ("words", "said"),
     [
         (["optim.name=adamx"], "did you mean adamax or adam or radam? expected an optimizer of torch, one of sgd"),
-        (["optim.name=torch.optim.Muon"], "optim.name is 'torch.optim.Muon': expected an optimizer of torch, one of sgd"),
+        (["optim.name=torch.optim.Rprop"], "optim.name is 'torch.optim.Rprop': did you mean rmsprop? expected an optimizer"),
         (["optim.settings={alpha: 0.9}"], "optim.settings has alpha: 0.9: adamw has no such setting; it has amsgrad"),
         (["optim.settings={eps: 1}"], "optim.settings has eps: 1.0: give it as optim.eps"),
         (["optim.name=rmsprop", "optim.settings={alpha: much}"], 'optim.settings has alpha: "much": it must be a number'),
+        (["optim.name=muon", "optim.settings={adjust_lr_fn: spectral}"], '"spectral": it must be match_rms_adamw or original'),
         (["optim.groups={head.*: {lr_facto: 2}}"], 'groups has head.*: {"lr_facto": 2.0}: expected {lr_factor: F, weight'),
         (["optim.groups={head.*: {lr_factor: -1}}"], "lr_factor must be a number, at least 0"),
     ],
@@ -77,10 +84,10 @@ def test_keys_reach_torch_and_its_class_is_the_short_name(name: str) -> None:
     keys: Any = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "momentum": 0.5, "nesterov": True}
     recipe, alike = (OptimRecipe(name=it, lr=0.02, **keys) for it in (name, f"torch.optim.{TABLE[name].torch_name}"))
     assert recipe_file.digest(Recipe(optim=recipe)) == recipe_file.digest(Recipe(optim=alike))
-    optimizer = parameter_groups.build_optimizer(alike, nn.Linear(2, 2))
+    optimizer = parameter_groups.build_optimizer(alike, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
     assert type(optimizer).__name__ == TABLE[name].torch_name
     assert {key: optimizer.defaults[key] for key in TABLE[name].keys} == {key: getattr(recipe, key) for key in TABLE[name].keys}
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.1), (0.02, 0.0)]
+    assert {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(0.02, 0.1), (0.02, 0.0)}
 
 
 def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
@@ -89,6 +96,9 @@ def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
     assert optimizer.defaults.items() >= settings.items()
     with pytest.raises(RecipeError, match=r"torch's RMSprop refuses the settings of optim: Invalid alpha value: -1\.0"):
         parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings={"alpha": -1}), nn.Linear(2, 2))
+    for setting, value in (("ns_steps", 2.5), ("momentum", 1.0)):
+        with pytest.raises(RecipeError, match=f"Invalid {setting} value: {value}"):
+            parameter_groups.build_optimizer(OptimRecipe(name="muon", settings={setting: value}), nn.Linear(2, 2))
 
 
 def test_a_key_that_the_optimizer_does_not_take_is_noted() -> None:
@@ -129,6 +139,68 @@ def test_groups_of_nothing_are_refused() -> None:
         groups({"haed.*": {"lr_factor": 2}})
     with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, which matches no parameter that earlier groups do not"):
         groups({"*": {"lr_factor": 2}, "*.bias": {"weight_decay": 0}})
+
+
+class Layer(nn.Sequential): ...
+
+
+class Layered(nn.Module):
+    """Two stages of two layers with a projection between them, and a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+        layers = [Layer(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4)]
+        self.stem, self.first, self.between = nn.Linear(4, 4), nn.Sequential(*layers[:2]), nn.Linear(4, 4)
+        self.second, self.head = nn.Sequential(*layers[2:]), nn.Linear(4, 1)
+
+
+def timm_factor(layer: int, blocks: int, decay: float) -> float:
+    """timm's param_groups_layer_decay: scales of decay ** (layer_max - i), where the layers are stem, blocks and head."""
+    layer_max = blocks + 1
+    return [decay ** (layer_max - i) for i in range(layer_max + 1)][layer]
+
+
+def layer_factors(model: nn.Module, blocks: Any, **keys: Any) -> dict[str, float]:
+    return dict(parameter_groups.Rule.of(OptimRecipe(layer_decay=0.75, **keys), model, blocks).lr_factors)
+
+
+def test_rates_decay_by_layers_as_in_timm_and_by_groups() -> None:
+    layers = {"token": 0, "stem": 0, "first.0": 1, "first.1": 2, "between": 2, "second.0": 3, "second.1": 4, "head": 5}
+    for groups in ({}, {"head.*": {"lr_factor": 10.0}, "first.*": {"weight_decay": 0.5}, "stem.*": {"lr_factor": 0.5}}):
+        found = layer_factors(Layered(), {"Layer", "Other"}, groups=groups)
+        assert len(found) == 1 + 3 * 2 + 4 * 4
+        for name, factor in found.items():
+            layer = next(layer for prefix, layer in layers.items() if name.startswith(prefix))
+            own = groups.get(f"{name.split('.')[0]}.*", {}).get("lr_factor", 1.0)
+            assert factor == pytest.approx(own * timm_factor(layer, 4, 0.75), rel=1e-12), name
+    with pytest.raises(RecipeError, match=r"layer_decay is 0.75, but the model, a Net, names no blocks: leave it out, or give"):
+        layer_factors(Net(), {"Layer"})
+
+
+@pytest.mark.parametrize(("architecture", "first", "last"), [
+    ("llama", "model.embed_tokens.weight", {"model.norm.weight", "lm_head.weight"}),
+    ("gpt2", "transformer.wte.weight", {"transformer.ln_f.weight", "transformer.ln_f.bias"}),  # its head is tied
+])  # fmt: skip
+def test_the_blocks_of_a_language_model_are_its_layers(architecture: str, first: str, last: set[str]) -> None:
+    tied = str(architecture == "gpt2").lower()
+    words = [f"model.architecture={architecture}", "model.layers=3", f"model.tie_embeddings={tied}", "optim.layer_decay=0.75"]
+    recipe = recipe_file.load("lm_tiny", words).recipe
+    blueprint = tracing.build_blueprint(recipe)
+    rule = parameter_groups.Rule.of(recipe.optim, blueprint.model, blueprint.classes)
+    assert rule.lr_factors[first] == pytest.approx(0.75**4, rel=1e-12)
+    assert {name for name, factor in rule.lr_factors.items() if factor == 1} == last
+    assert sorted({round(factor, 12) for factor in rule.lr_factors.values()}) == [round(0.75**it, 12) for it in (4, 3, 2, 1, 0)]
+    assert f"the learning rate is multiplied by 0.316 for {first}" in parameter_groups.notes_on(recipe.optim, rule)[0]
+
+
+@pytest.mark.parametrize(("name", "count"), [("vit_b_16", 12), ("swin_t", 12), ("swin_v2_t", 12), ("convnext_tiny", 18)])
+def test_the_blocks_of_torchvisions_networks(name: str, count: int) -> None:
+    with torch.device("meta"):
+        model = models.build(ModelRecipe(name=name), channels=3, image_size=(64, 64), num_classes=7)
+        factors = layer_factors(model, {models.block_class(name)})
+    assert {round(factor, 12) for factor in factors.values()} == {round(0.75**it, 12) for it in range(count + 2)}
+    assert [round(factors[key], 12) for key in (next(iter(factors)), [*factors][-1])] == [round(0.75 ** (count + 1), 12), 1]
 
 
 @pytest.mark.parametrize(

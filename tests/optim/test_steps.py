@@ -29,6 +29,7 @@ BAD_STEP, STEPS = 3, 6
         ("adamw", ("deepspeed_zero2", "deepspeed_zero3", "fsdp2")),
         ("sgd", ("deepspeed_zero3", "fsdp2")),
         pytest.param("adamw", ("deepspeed_zero1", "deepspeed_zero3_offload", "cpu"), marks=pytest.mark.slow),
+        pytest.param("muon", ("fsdp2",), marks=pytest.mark.slow),
     ],
 )
 def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(
@@ -67,14 +68,17 @@ def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpo
     assert f"The latest checkpoint is {tmp_path}/run/checkpoints/step-{skipped[-2]:08d}" in finished.output
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "nesterov", "no momentum"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "nesterov", "no momentum"])
 def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     """As on GPUs, where looking at it would wait for the device: as if the steps left out had never been."""
-    name, momentum = "adamw" if kind == "adamw" else "sgd", 0.0 if kind == "no momentum" else 0.9
+    name, momentum = kind if kind in ("adamw", "muon") else "sgd", 0.0 if kind == "no momentum" else 0.9
     recipe = OptimRecipe(name=name, lr=0.1, weight_decay=0.1, momentum=momentum, nesterov=kind == "nesterov")
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    looking, leaving, spared = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer), copy.deepcopy(layer))
+    layer: torch.nn.Module = torch.nn.Linear(4, 3)
+    if kind == "muon":  # which steps on the second of three matrices
+        layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), layer)
+    looking, leaving, spared = layer, copy.deepcopy(layer), copy.deepcopy(layer)
     takers = []
     for plain, looks in ((looking, True), (leaving, False), (spared, False)):
         model, optimizer = accelerator.prepare(plain, parameter_groups.build_optimizer(recipe, plain))
@@ -93,7 +97,7 @@ def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
             assert_alike(takers[0], takers[1], rtol=1e-5, atol=1e-7)  # on a CPU fused kernels round otherwise
             assert_alike(takers[1], takers[2], rtol=0, atol=0)
     counts = [state["step"] for state in takers[1][1].state.values() if "step" in state]
-    assert counts == ([3, 3] if kind == "adamw" else [])
+    assert counts == [3] * {"adamw": 2, "muon": 5}.get(kind, 0)
 
 
 def assert_alike(first: tuple[Any, ...], second: tuple[Any, ...], *, rtol: float, atol: float) -> None:

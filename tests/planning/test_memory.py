@@ -59,7 +59,7 @@ def test_the_peak_is_that_of_torchs_own_tracker(deep: tracing.Blueprint) -> None
     assert kept + max(map(sum, first.values())) == pytest.approx(theirs, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "muon"])  # tests/optim/test_muon.py
 def test_states_are_those_of_a_real_step(name: str) -> None:
     recipe, shapes = OptimRecipe(name=name), [(24, 10), (7,), (4, 3, 2)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import RecipeError
-from app.recipe.recipe_file import load
+from app.recipe.recipe_file import digest, load
 from app.recipe.schema import BatchPlan, Recipe, TrainRecipe
 
 PLAIN, MIXED = load("digits").recipe, load("digits", ["augment.mixup=0.2"]).recipe
 
 
-def recipe(size: int, max_micro_batch: int | None = None, base: Recipe = PLAIN) -> Recipe:
+def recipe(size: int, max_micro_batch: Any = None, base: Recipe = PLAIN) -> Recipe:
     return replace(base, train=TrainRecipe(global_batch_size=size, max_micro_batch=max_micro_batch))
 
 
@@ -39,6 +40,14 @@ def test_a_plan_divides_the_global_batch_or_says_why_not(
     else:
         with pytest.raises(RecipeError, match=f"which {world_size} processes cannot split"):
             BatchPlan.of(asked, world_size)
+
+
+def test_an_automatic_micro_batch_has_no_other_limit_than_was_found() -> None:
+    asked = recipe(64, "auto")
+    assert str(BatchPlan.of(asked, 1)) == "global batch 64 = micro-batch 64 (auto) x accumulation 1 x 1 process"
+    assert BatchPlan.of(asked, 1).passes == 2  # the next start may take several
+    assert (BatchPlan.of(asked, 2, most=20).micro_batch, BatchPlan.of(recipe(64, 32), 2, most=20).micro_batch) == (16, 32)
+    assert digest(asked) == digest(recipe(64))
 
 
 def test_processes_that_compute_together_are_one_rank() -> None:

@@ -70,6 +70,8 @@ VALUES = [
     ("optim.decay_epochs", "1, 2.5,3e1", (1.0, 2.5, 30.0)),
     ("train.skip_steps", "[[5, 9], [10, 11]]", ((5, 9), (10, 11))),
     ("train.skip_steps", "null", None),
+    ("train.max_micro_batch", "auto", "auto"),
+    ("train.max_micro_batch", "8", 8),
     ("optim.settings", "{amsgrad: true}", {"amsgrad": True}),
     ("optim.groups", '{"*.b": {lr_factor: 2}, c: {weight_decay: 0}}', {"*.b": {"lr_factor": 2.0}, "c": {"weight_decay": 0.0}}),
 ]
@@ -110,9 +112,10 @@ def test_a_mapping_without_a_type_has_the_types_of_its_values(write):
 WRONG = [
     ("seed", "true", "a whole number"),
     ("optim.lr", ".nan", "a number"),
+    ("train.max_micro_batch", "Auto", "a whole number, auto or null"),
     ("data.download", "yes", "true or false"),
     ("data.train_split", "[a]", "text"),
-    ("optim.schedule", "cos", "one of cosine, step, constant; did you mean cosine?"),
+    ("optim.schedule", "cos", "one of cosine, linear, wsd, inverse_sqrt, polynomial, step, constant; did you mean cosine?"),
     ("optim.groups", "[a]", 'a mapping such as {"name": 0.1} or null'),
     *(
         ("train.skip_steps", text, "a list of pairs of whole numbers such as [[10, 20], [30, 31]] or null")

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,4 +154,5 @@ def test_the_timeline_of_a_gpu_has_its_kernels(tmp_path: Path) -> None:
     Started([*command, "--run-dir", str(tmp_path), *RUN, WINDOW]).wait().check()
     timeline.merge(tmp_path / "profile")
     events = trace_format.load(tmp_path / "profile" / timeline.TIMELINE)
-    assert {"kernel", "gpu_memcpy"} <= {event.get("cat") for event in events}
+    kinds = Counter(event.get("cat") for event in events)
+    assert min(kinds["kernel"], kinds["gpu_memcpy"]) > 0, kinds

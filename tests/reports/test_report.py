@@ -14,6 +14,8 @@ from browser import PROGRAM, Browser
 from processes import read
 
 from app.errors import RunFolderError
+from app.optim.schedule import lr_at
+from app.recipe.schema import OptimRecipe
 from app.reports import past_run, report
 from app.runs.run_folder import ProcessFailure
 from launch.cli import main as samerun
@@ -123,6 +125,12 @@ def test_the_rate_of_every_step_is_drawn_and_a_failure_is_first(digits_run: Path
     assert {line["step"]: line["learning_rate"] for line in run.metrics}.items() <= rates.items()
     other = {**run.recipe, "optim": {**run.recipe["optim"], "lr": 0.1}}
     assert report._with_schedule(replace(run, recipe=other)).metrics == run.metrics  # the logged rates are of another schedule
+    optim = {**run.recipe["optim"], "schedule": "wsd", "decay_steps": 8}
+    sizes = {"optim": OptimRecipe(**optim), "global_batch_size": 64, "steps_per_epoch": 20, "total_steps": 40}
+    lines = [{**line, "learning_rate": lr_at(line["step"] - 1, **sizes)} for line in run.metrics]
+    other = {**run.recipe, "optim": {**optim, "key_of_another_version": 1}}
+    drawn = report._with_schedule(replace(run, recipe=other, metrics=lines)).metrics
+    assert [line["learning_rate"] for line in drawn] == [lr_at(step, **sizes) for step in range(40)]
     failure = ProcessFailure(exit_code=8, rank=0, host="vm", error="TrainingError: it <diverged>", traceback="at line 7")
     html, _ = report.render(replace(run, outcome={}, events=run.events[:-1], result={}, failure=failure), failure.time)
     assert '<p class="failure">rank 0 on vm ended with exit code 8: TrainingError: it &lt;diverged&gt;</p>' in html

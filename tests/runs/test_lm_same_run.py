@@ -1,6 +1,6 @@
 """The same run of a language model on every topology: prompts, packed, with answers of 1 to 200 tokens, and clipped AdamW.
 
-Tensor parallelism divides among 2 processes, and FSDP2 among the rest.
+Tensor parallelism divides among 2 processes, and FSDP2 among the rest. A constant run may become a WSD run on a resume.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 from languages import write_answers
-from processes import losses, read, read_lines, train
+from processes import Started, last_of_each, losses, read, read_lines, train
+
+from app.checkpoints import step_folders
+from app.checks.verify import verify
+from app.errors import CheckpointError
 
 pytestmark = pytest.mark.multiproc
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
@@ -42,6 +46,10 @@ TENSOR = {
     "phi, dropout": (2, 1, 1e-5, ("model.architecture=phi", "model.dropout=0.1", "model.key_value_heads=null")),
 }  # fmt: skip
 SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"}}
+LAYERED = ("optim.layer_decay=0.5", 'optim.groups={"*.mlp.*": {lr_factor: 2}}', "optim.lr=0.01")
+WSD, CONSTANT = ("optim.schedule=wsd", "optim.decay_steps=8"), ("optim.schedule=constant", "checkpoint.every_steps=12")
+RESUMES = [(("deepspeed_zero2", 2, 1), ("multi_gpu", 2)), (("multi_gpu", 2, 2), ("fsdp2", 2)), (("hsdp", 4, 2), ("cpu", 1)),
+           (("fsdp2", 2, 1), ("deepspeed_zero3", 2)), (("cpu", 1, 1), ("hsdp", 4))]  # fmt: skip
 DOUBLE = [("cpu", 1, 2), ("multi_gpu", 2, 2), ("multi_gpu", 4, 1), ("fsdp2", 2, 1)]  # DeepSpeed's weights are in float32
 Trained = Callable[..., Path]
 
@@ -79,6 +87,9 @@ def cases() -> Iterator[Any]:
         if topology[0] != "hsdp":
             yield pytest.param(topology, (), 100, 1e-4, marks=LONG)
     yield pytest.param(("fsdp2", 2, 1), (*GPT2, "model.head=chunked"), 20, 1e-5, marks=SLOW)
+    for topology in (*MARKS, ("tensor_parallel", 2, 1)):
+        marks = () if topology in (("cpu", 1, 2), ("fsdp2", 2, 1)) else LONG
+        yield pytest.param(topology, (*LAYERED, *WSD), 20, 1e-5, marks=marks, id=f"layered, {topology}")
     for name, (processes, accumulation, tolerance, words) in TENSOR.items():
         topology = ("tensor_parallel", processes, accumulation)
         yield pytest.param(
@@ -108,3 +119,37 @@ def test_a_run_is_the_same(
     assert results[1] == pytest.approx(results[0], rel=tolerance)
     texts = [[line["text"] for line in read_lines(folder / "texts.jsonl")] for folder in (one, other)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("source", "target"), [RESUMES[0], *(pytest.param(*it, marks=LONG) for it in RESUMES[1:])], ids=str)
+def test_a_constant_run_begins_its_decay_on_a_resume(
+    trained: Trained, tmp_path: Path, source: tuple[str, int, int], target: tuple[str, int]
+) -> None:
+    """It is then the WSD run that was never anything else: the decay begins with step 13, whose rate is still the peak."""
+    whole = trained("cpu", 1, 1, "train.steps=20", *LAYERED, *WSD)
+    constant = trained(*source, "train.steps=14", *LAYERED, *CONSTANT)
+    recipe = ("--recipe", str(whole.parent / "answers.yaml"), f"data.path={whole.parent / 'answers'}", *LAYERED, *WSD)
+    found = tmp_path / "found"
+    chosen = (*recipe, "train.steps=20", "--resume", str(step_folders.path_of(constant, 12)))
+    output = train(target[0], found, *chosen, processes=target[1], env=SIZES.get(target[0])).check().output
+    assert "the run is 20 steps long instead of 14, optim.decay_steps was None and is 8, optim.schedule was" in output
+    assert "which changes learning rates from step 14 on" in output
+    assert losses(constant, "learning_rate")[:13] == losses(whole, "learning_rate")[:13]
+    assert read_lines(found / "samples.jsonl") == read_lines(whole / "samples.jsonl")[12:]
+    assert losses(found, "learning_rate") == losses(whole, "learning_rate")[12:]
+    assert losses(found) == pytest.approx(losses(whole)[12:], rel=1e-5)
+    assert verify(found)[0].is_good
+    late = train("cpu", tmp_path / "late", *recipe, "train.steps=20", "--resume", str(constant))  # step 14 was taken
+    assert late.returncode == CheckpointError.exit_code
+    assert "changes the learning rate of step 14, a step taken already" in late.output
+
+
+@LONG
+def test_steps_before_and_after_a_change_of_the_schedule_are_replayed(tmp_path: Path) -> None:
+    """A constant run of 6 steps, then of 14, then with a decay up to step 20, in one folder."""
+    words = ("--recipe", "lm_tiny", "data.sequence_length=64", "checkpoint.every_steps=4", "checkpoint.keep_last=9")
+    for changed in (("train.steps=6",), ("train.steps=14",), ("train.steps=20", "optim.schedule=wsd", "optim.decay_steps=6")):
+        chosen = last_of_each((*words, "optim.schedule=constant", "log.every_steps=1", *changed))
+        train("cpu", tmp_path / "run", *chosen, "--resume", "auto").check()
+    for command in (["verify", "--replay", "6"], ["replay", "--step", "5:19"]):
+        Started(["samerun", *command, str(tmp_path / "run")]).wait().check()

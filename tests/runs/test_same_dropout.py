@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from processes import losses, train
 
+from app.errors import PresetError
+
 pytestmark = pytest.mark.multiproc
 
 TASK = """
@@ -26,6 +28,7 @@ class Net:
     in_attention: float = 0.0
     functional: float = 0.0
     checkpointed: bool = False
+    blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Encoder(nn.Module):
 class Sequences:
     def __init__(self, sections):
         self.net = sections.net
+        self.blocks = ("TransformerEncoderLayer",) if self.net.blocks else None
 
     def samples(self, split):
         if split != "train":
@@ -84,6 +88,15 @@ CASES = {
     "zero3, computed again": ("deepspeed_zero3", 2, ("net.checkpointed=true",)),
     "fsdp2 with accumulation": ("fsdp2", 2, ("train.max_micro_batch=6",)),
     "hsdp, two copies of two parts": ("hsdp", 4, ()),
+}
+COMPILED = {
+    "the whole model": ("cpu", 1, "AOT_EAGER", ("net.blocks=false",)),
+    "fsdp2, computed again": ("fsdp2", 2, "INDUCTOR", ("train.checkpoint_activations=blocks",)),
+}
+COMPILED_LONG = {
+    f"{preset}{', accumulation, computed again' if keys else ''}": (preset, processes, "INDUCTOR", keys)
+    for preset, processes in (("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero2", 2), ("hsdp", 4))
+    for keys in ((), ("net.checkpointed=true", "train.max_micro_batch=4"))
 }
 SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}}
 
@@ -121,11 +134,42 @@ def test_losses_are_those_of_one_process(recipe: Path, reference: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_compiled_or_not_it_is_the_same_run(recipe: Path, reference: Path, tmp_path: Path) -> None:
-    compiled = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
-    said = train("cpu", tmp_path, "--recipe", str(recipe), env=compiled).check().output
+@pytest.mark.parametrize("case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.long) for case in COMPILED_LONG)])
+def test_compiled_or_not_it_is_the_same_run(recipe: Path, reference: Path, tmp_path: Path, case: str) -> None:
+    """With the same names: an uncompiled run resumes from its checkpoint, and a compiled one from that run's."""
+    preset, processes, backend, keys = {**COMPILED, **COMPILED_LONG}[case]
+    words = ("--recipe", str(recipe), *keys)
+    env = {"ACCELERATE_DYNAMO_BACKEND": backend, **SIZES.get(preset, {})}
+    said = train(preset, tmp_path / "0", *words, processes=processes, env=env).check().output
+    whole = "net.blocks=false" in keys
+    assert f"{backend.lower()} compiles {'the whole model' if whole else 'each of 2 blocks (TransformerEncoderLayer)'}" in said
+    assert said.count(" s before the first step; 0 graph breaks") == 1
     assert "recompile_limit" not in said
-    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+    tolerance = 1e-4 if backend == "INDUCTOR" else 1e-5
+    assert losses(tmp_path / "0") == pytest.approx(losses(reference), rel=tolerance)
+    uncompiled: tuple[str, int, dict[str, str]] = ("cpu", 1, {})
+    for step, (kind, count, variables) in ((RESUMED, uncompiled), (2 * RESUMED, (preset, processes, env))):
+        folder = tmp_path / str(step)
+        source = tmp_path / str(step - RESUMED) / "checkpoints" / f"step-{step:08d}"
+        train(kind, folder, *words, "--resume", str(source), processes=count, env=variables).check()
+        assert losses(folder) == pytest.approx(losses(reference)[step:], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("preset", "processes", "words", "sentence"),
+    [
+        ("deepspeed_zero3", 2, "train.steps=2", "sets dynamo_backend and ZeRO-3, under which blocks cannot be compiled"),
+        ("cpu", 1, "net.blocks=false", "sets dynamo_use_regional_compilation, but the model, a Encoder, has no blocks"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    recipe: Path, tmp_path: Path, preset: str, processes: int, words: str, sentence: str
+) -> None:
+    env = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+    finished = train(preset, tmp_path / "run", "--recipe", str(recipe), words, processes=processes, env=env)
+    assert finished.returncode == PresetError.exit_code
+    assert sentence in finished.output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_goes_on_elsewhere_with_the_masks_it_would_have_had(recipe: Path, reference: Path, tmp_path: Path) -> None:

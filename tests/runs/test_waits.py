@@ -5,7 +5,10 @@ scripts/waits.py ends a run at whatever does, and it makes a batch bad as well: 
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,9 +65,18 @@ def on_gpu(preset: str, folder: Path, *arguments: str, precision: str = "no") ->
     return losses(folder)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    return {kind: on_gpu("single_gpu", tmp_path_factory.mktemp(kind), *recipe) for kind, recipe in KINDS.items()}
+@pytest.fixture
+def alone(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[float]]:
+    """Trains on the GPU without sharding, once for all workers of pytest-xdist."""
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    folder = (tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.getbasetemp()) / f"alone-{kind}"
+
+    def trained() -> list[float]:
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return losses(folder) if (folder / "result.json").exists() else on_gpu("single_gpu", folder, *KINDS[kind])
+
+    return trained
 
 
 SHARDED = ("multi_gpu", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload")
@@ -76,7 +88,7 @@ HALF = (("single_gpu", "bf16"), ("fsdp2", "bf16"), ("single_gpu", "fp16"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("preset", "precision"), [*((preset, "no") for preset in SHARDED), *HALF])
 def test_a_bad_batch_is_skipped_on_the_gpu_and_nothing_waits(
-    preset: str, precision: str, kind: str, tmp_path: Path, alone: dict[str, list[float]]
+    preset: str, precision: str, kind: str, tmp_path: Path, alone: Callable[[], list[float]]
 ) -> None:
     found = on_gpu(preset, tmp_path, *KINDS[kind], precision=precision)
-    assert precision != "no" or found[0] == pytest.approx(alone[kind][0], rel=1e-3)
+    assert precision != "no" or found[0] == pytest.approx(alone()[0], rel=1e-3)

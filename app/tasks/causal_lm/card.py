@@ -18,11 +18,13 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 
 def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     """Return it, by the facts of the samples and the keys and values of the recipe."""
-    tokenizer, length, path = facts["tokenizer"], facts["sequence_length"], recipe["data.path"]
+    tokenizer, length = facts["tokenizer"], facts["sequence_length"]
+    sources = recipe.get("data.sources") or [{"path": path} for path in [recipe["data.path"]] if path]
+    folders = ", ".join(f"`{Path(source['path']).name}`" for source in sources)
     kind = recipe["model.architecture"] or Path(recipe["model.path"] or "").name
     return CardFacts(
         title=f"A language model ({kind})",
-        data=f"`{Path(path).name}`" if path else "Moby Dick, the text that comes with Samerun",
+        data=folders or "Moby Dick, the text that comes with Samerun",
         library="transformers",
         pipeline="text-generation",
         sample=f"rows of {length:,} tokens",

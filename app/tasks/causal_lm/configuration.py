@@ -189,7 +189,7 @@ def export_files(sections: Sections, facts: Mapping[str, Any], info: Mapping[str
             base = json.loads(file.read_bytes())
             ends = _end_tokens(base.get("eos_token_id"), tokenizer.get("eos_id"))
             generation = json.dumps({**base, "eos_token_id": ends}, indent=2)
-    files = tokenizer_files(sections.data.path, tokenizer)
+    files = tokenizer_files(sections.data.first_folder, tokenizer)
     return {**files, _GENERATION: generation.encode(), "config.json": config.to_json_string().encode()}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from app.errors import did_you_mean
-from app.recipe.kinds import POSITIVE, Problem, Range, problem
+from app.recipe.kinds import POSITIVE, Problem, Range, problem, weights_problem
 
 NAMES = {
     "hidden_size": "hidden_size",
@@ -47,16 +47,65 @@ def architectures() -> Collection[str]:
 class DataRecipe:
     """The text, as rows of tokens."""
 
-    places: ClassVar[tuple[str, ...]] = ("path",)
+    places: ClassVar[tuple[str, ...]] = ("path", "sources")
+    by_step: ClassVar[tuple[str, ...]] = ("phases",)
 
     path: str | None = None
     """Token folder written by `samerun data tokenize`. `~` and variables are expanded. None: the book that comes with the
     package, one token per byte."""
+    sources: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
+    """Mixture of token folders in place of path, such as [{path: data/web, weight: 0.7}, {path: data/code, weight: 0.3}].
+    Weights may have any sum. A source is called by its folder, or by a name: key. The length of the run is train.steps
+    (docs/tokens.md). None: no mixture."""
+    phases: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
+    """Other weights from a step on, such as [{from_step: 8000, weights: {web: 0.5, code: 0.5}}]. A resumed run may change
+    phases that begin after its checkpoint. None: the same weights in all steps."""
+    mixture_window: Annotated[int, Range(ge=1, le=2**20)] = 65_536
+    """Number of rows in which each source has exactly its share, rounded to whole rows."""
     sequence_length: Annotated[int | None, POSITIVE] = None
     """Sequence length: target tokens per row. None: the length of the packed rows, or else the model's number of
     positions."""
     document_masks: bool = False
     """Restart attention and positions at each document of a row, so that no document attends to another."""
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Token folders by the name of their source; the one of `path` has none."""
+        if self.sources is not None:
+            return {_name(source): source["path"] for source in self.sources}
+        return {} if self.path is None else {"": self.path}
+
+    @property
+    def first_folder(self) -> str | None:
+        """A token folder with the tokenizer of the text; None: the text comes with the package."""
+        return next(iter(self.folders.values()), None)
+
+    def problem(self) -> tuple[str, str] | None:
+        """Return the key and the problem of a mixture; None: there is none."""
+        if self.sources is None:
+            return None
+        for source in self.sources:
+            if not {"path", "weight"} <= source.keys() <= {"path", "weight", "name"} or not isinstance(source["path"], str):
+                return "sources", "each source must have a path and a weight, and may have a name"
+        names = [_name(source) for source in self.sources]
+        if len({*names}) < len(names):
+            return "sources", f"the sources are called {', '.join(names)}: give each another name, as in {{name: web2, ...}}"
+        if text := weights_problem(names, [source["weight"] for source in self.sources], self.mixture_window):
+            return "sources", text
+        steps = [phase.get("from_step") for phase in self.phases or ()]
+        if any(type(step) is not int for step in steps) or steps != sorted({1, *steps})[1:]:  # type: ignore[type-var]
+            return "phases", "each phase must have a from_step, in ascending order from 2 on"
+        for phase in self.phases or ():
+            weights = phase.get("weights")
+            if phase.keys() != {"from_step", "weights"} or not isinstance(weights, Mapping) or {*weights} != {*names}:
+                return "phases", f"each phase must have weights, one for each of {', '.join(names)}; 0 leaves a source out"
+            if text := weights_problem(names, [weights[name] for name in names], self.mixture_window):
+                return "phases", text
+        return None
+
+
+def _name(source: Mapping[str, Any]) -> str:
+    return str(source.get("name") or Path(source["path"]).name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +185,12 @@ class Sections:
     def contradictions(self) -> Iterator[Problem]:
         """Yield the problems of values that contradict each other."""
         model, length = self.model, self.data.sequence_length
+        if self.data.sources is not None and self.data.path is not None:
+            yield problem(self, "give one of them", "data.path", "data.sources")
+        if self.data.phases is not None and self.data.sources is None:
+            yield problem(self, "phases change the weights of sources: give these too", "data.phases", "data.sources")
+        if found := self.data.problem():
+            yield problem(self, found[1], f"data.{found[0]}")
         if model.architecture and (known := architectures()) and model.architecture not in known:
             hint = did_you_mean(model.architecture, known, otherwise="for example gpt2, llama, qwen3, mistral or gemma")
             yield problem(self, f"transformers has no such causal language model; {hint}", "model.architecture")
@@ -162,7 +217,14 @@ class Sections:
             yield problem(self, "a row must not be longer than positions", "data.sequence_length", "model.positions")
 
     @property
+    def is_mixture(self) -> bool:
+        """Return True if the training samples are a mixture, which has no epochs."""
+        return self.data.sources is not None
+
+    @property
     def inputs(self) -> Mapping[str, str]:
         """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
-        there = {"data.path": self.data.path, "model.path": None if self.model.is_named else self.model.path}
-        return {key: path for key, path in there.items() if path is not None}
+        if self.data.problem():
+            return {}
+        there = {f"data.sources, {name}," if name else "data.path": path for name, path in self.data.folders.items()}
+        return {**there, **({} if self.model.path is None or self.model.is_named else {"model.path": self.model.path})}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data.draws import Draws
+from app.data.mixture import Mixture
 from app.data.samples import Batch, Splits
 from app.errors import DataError, RecipeError
 from app.files import text_files
@@ -58,24 +59,50 @@ class CausalLM(Task):
         masks = self._sections.data.document_masks
         causality.check(config, recipe.attention, where, document_masks=masks, to_train=to_train)
 
-    def samples(self, split: Split) -> Rows | None:
-        """Open a split as rows; None: the text has no such split."""
+    def samples(self, split: Split) -> Rows | Mixture | None:
+        """Open a split as rows, of one text or of a mixture; None: the text has no such split.
+
+        Raises DataError if sources of a mixture have other tokens, or one has nothing to train on.
+        """
         data = self._sections.data
-        if data.path is None:
-            tokens: store.Tokens | None = store.open_embedded(split)
-        else:
-            tokens = store.open_split(Path(text_files.filled_in("data.path", data.path)), split)
-        if tokens is None:
+        key = "data.path" if data.sources is None else "data.sources"
+        splits = {name: store.open_split(Path(text_files.filled_in(key, path)), split) for name, path in data.folders.items()}
+        opened = {name: tokens for name, tokens in (splits or {"": store.open_embedded(split)}).items() if tokens is not None}
+        if not opened:
             return None
-        length = data.sequence_length
-        if length is None and tokens.packed is None:
+        length = data.sequence_length or next(filter(None, (tokens.sequence_length for tokens in opened.values())), None)
+        if length is None:
             length = configuration.positions(network_config(self._sections.model))
-        return Rows(tokens, length, document_masks=data.document_masks, training=split == "train")
+        settings = {"document_masks": data.document_masks, "training": split == "train"}
+        rows = {name: Rows(tokens, length, **settings) for name, tokens in opened.items()}
+        if data.sources is None:
+            return rows[""]
+        if split == "train" and (missing := [name for name in data.folders if name not in rows]):
+            raise DataError(f"{data.folders[missing[0]]} (data.sources) has no training split: tokenize it with one")
+        digests = {name: str(it.facts["tokenizer"]["digest"]) for name, it in rows.items()}
+        if len({*digests.values()}) > 1:
+            found = ", ".join(f"{name} with {digest}" for name, digest in digests.items())
+            raise DataError(f"the texts of data.sources have different tokenizers ({found}): tokenize all with the same one")
+        if any(it.some_count for it in rows.values()):  # batches of all sources have the same fields
+            for it in rows.values():
+                it.some_count = True
+        return self._mixture(rows, is_training=split == "train")
+
+    def _mixture(self, rows: Mapping[str, Rows], *, is_training: bool) -> Mixture:
+        data = self._sections.data
+        weights = dict(zip(data.folders, (source["weight"] for source in data.sources or ()), strict=True))
+        phases = {phase["from_step"]: phase["weights"] for phase in data.phases or () if is_training}
+        return Mixture(
+            sources=rows,
+            weights=[weights[name] for name in rows],
+            window=data.mixture_window,
+            phases={step: [of_phase[name] for name in rows] for step, of_phase in phases.items()},
+        )
 
     def metadata_without_data(self) -> dict[str, Any]:
         """Return the metadata that the recipe alone gives, to plan with. Raises DataError if it names no vocabulary."""
         data, network = self._sections.data, self._sections.model
-        unknown = f"data.path={data.path} cannot be opened as a token folder, and without it"
+        unknown = f"the token folder {data.first_folder} cannot be opened, and without it"
         if network.path is None and network.vocab_size is None:
             raise DataError(f"{unknown} the vocabulary is unknown: set model.vocab_size, or correct data.path")
         config = network_config(network, sequence_length=data.sequence_length)
@@ -91,12 +118,15 @@ class CausalLM(Task):
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence on the training text: how large it is, and what is left out."""
-        rows: Rows = data.train
+        sources = data.train.sources.items() if isinstance(data.train, Mixture) else [("", data.train)]
+        return [f"{name and f'source {name}: '}{self._note(rows)}" for name, rows in sources]
+
+    def _note(self, rows: Rows) -> str:
         tokens, count = len(rows.split.tokens), len(rows.split.documents) - 1
         documents = f"{count:,} document{'s' * (count != 1)}"
         dropped = f"; the last {rows.dropped_targets} do not fill a row" if rows.dropped_targets else ""
         text = f"{tokens:,} training tokens of {documents}, in {len(rows):,} rows of {rows.sequence_length}{dropped}"
-        return [f"{text}; tokenizer {rows.split.tokenizer['name']}, {rows.split.vocab_size:,} tokens"]
+        return f"{text}; tokenizer {rows.split.tokenizer['name']}, {rows.split.vocab_size:,} tokens"
 
     def adapt_samples(self, samples: Rows, metadata: Mapping[str, Any]) -> Rows:
         """Return other text, if the model has the same tokens. Raises DataError if not."""
@@ -166,12 +196,12 @@ class CausalLM(Task):
         """Return the beginnings of rows and the model's continuations; nothing for a large model."""
         if self._parameters > generate.LARGEST_SAMPLED:
             return []
-        tokenizer = store.stored_tokenizer(self._sections.data.path)
+        tokenizer = store.stored_tokenizer(self._sections.data.first_folder)
         return [] if tokenizer is None else generate.samples(model, batch["input_ids"], tokenizer)
 
     def preview(self, batch: Batch, limit: int) -> tuple[str, str]:
         """Return the text of rows, or their tokens where the tokenizer is not stored with the text."""
-        tokenizer, rows = store.stored_tokenizer(self._sections.data.path), batch["input_ids"][:limit].tolist()
+        tokenizer, rows = store.stored_tokenizer(self._sections.data.first_folder), batch["input_ids"][:limit].tolist()
         return "rows", "\n".join(tokenizer.decode(row) if tokenizer else " ".join(map(str, row)) for row in rows)
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:  # noqa: ARG002

@@ -21,6 +21,13 @@ from app.errors import RecipeError
 from app.tasks.image_classification.sections import CONVNET, ModelRecipe, model_name_problem
 
 _MAX_GROUPS = 8
+_BLOCKS = {
+    "vit_": "EncoderBlock",
+    "swin_v2_": "SwinTransformerBlockV2",
+    "swin_": "SwinTransformerBlock",
+    "convnext_": "CNBlock",
+}
+"""The class of the repeated layers of torchvision's networks, by how their names begin; others are stages of unlike layers."""
 
 
 def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
@@ -33,6 +40,11 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
     model = make(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     _check_shapes(recipe.name, model, channels=channels, image_size=image_size, num_classes=num_classes)
     return model
+
+
+def block_class(name: str) -> str | None:
+    """Return the name of the class of a network's repeated layers, if it has any."""
+    return next((block for prefix, block in _BLOCKS.items() if name.startswith(prefix)), None)
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:

@@ -40,6 +40,7 @@ class ImageClassification(Task):
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
         self.channels_last = sections.model.name == CONVNET  # max-pooling on a CPU takes a fifth of its time so
+        self.blocks = (block,) if (block := models.block_class(sections.model.name)) else None
         self._data: Data | None = None
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None

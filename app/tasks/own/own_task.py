@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, get_type_hints
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from app.data.draws import Draws
+from app.data.mixture import Mixture
 from app.data.samples import Batch, mapped
 from app.distributed import numerics
 from app.errors import DataError, RecipeError, SamerunError, TrainingError, noted
@@ -179,7 +180,7 @@ class OwnTask(Task):
             if overrides(self, method):
                 setattr(self, method, functools.partial(self._call, method))
         self._form = Form()
-        self._training: OwnSamples | None = None
+        self._training: OwnSamples | Mixture | None = None
 
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with the task's methods and attributes, a sentence each."""
@@ -219,15 +220,27 @@ class OwnTask(Task):
         if overrides(self, "prepare_data"):
             self._call("prepare_data")
 
-    def samples(self, split: Split) -> OwnSamples | None:
+    def samples(self, split: Split) -> OwnSamples | Mixture | None:
         """Open a split, and check that its samples are the same each time. Raises DataError if not."""
         found = self._call("samples", split)
         if found is None:
             if split == "train":
                 raise DataError(f'{self._class}.samples("train") in {self._name} returned None: training needs samples')
             return None
-        samples = OwnSamples(found, what=f"the {'training' if split == 'train' else split} samples of {self._name}")
-        check_repeatable(samples, is_random=split == "train")
+        what = f"the {'training' if split == 'train' else split} samples of {self._name}"
+        samples: OwnSamples | Mixture
+        if isinstance(found, Mixture):
+            sources = {name: OwnSamples(it, what=f"{what}, {name},") for name, it in found.sources.items()}
+            samples = replace(found, sources=sources)
+            if other := next((name for name, it in sources.items() if it.facts != samples.facts), None):
+                raise DataError(
+                    f"{what} have the facts {samples.facts}, and {other} has {sources[other].facts}: make them equal"
+                )
+        else:
+            samples = OwnSamples(found, what=what)
+            sources = {"": samples}
+        for it in sources.values():
+            check_repeatable(it, is_random=split == "train")
         if split == "train":
             self._training = samples
         return samples

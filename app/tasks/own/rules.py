@@ -172,7 +172,7 @@ def check(
 def _sizes(recipe: Recipe, micro_batch: int) -> tuple[int, int]:
     """Return the samples of the batch that is tried, and of its halves; 0: all passes of the recipe have the same size."""
     together, of_step = int(recipe.sections.group_size), recipe.train.global_batch_size
-    most = min(of_step, recipe.train.max_micro_batch or of_step)
+    most = min(of_step, recipe.train.micro_batch_limit or of_step)
     few = together * max(1, _FEW // together) if micro_batch >= 2 * together else together
     half = min(few, most // 2 // together * together)
     return 2 * half or most, half

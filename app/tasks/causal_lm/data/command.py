@@ -122,9 +122,23 @@ def _inspect(argv: Sequence[str]) -> str:
     sources = [word for word in options.words if word not in overrides]
     if len(sources) != 1:
         raise UsageError(f"{' and '.join(sources) or 'nothing'} given: give one token folder or one recipe")
-    rows, data_path = _opened(sources[0], overrides)
+    if (Path(sources[0]).expanduser() / store.ABOUT).exists():
+        return _report(sources[0], overrides, options)
+    data = recipe_file.load(sources[0], overrides).recipe.sections.data
+    if data.sources is None:
+        return _report(sources[0], overrides, options)
+    reports = []
+    for (name, path), source in zip(data.folders.items(), data.sources, strict=True):
+        alone = recipe_file.replaced(overrides, ["data.sources=null", "data.phases=null", f"data.path={path}"])
+        reports.append(f"source {name}, weight {source['weight']:g}: {path}\n{_report(sources[0], alone, options)}")
+    return "\n".join(reports)
+
+
+def _report(source: str, overrides: Sequence[str], options: argparse.Namespace) -> str:
+    """Return statistics of one text, and rows of it."""
+    rows, data_path = _opened(source, overrides)
     if options.split not in rows:
-        raise DataError(f"{sources[0]} has no split {options.split}; it has {', '.join(rows)}")
+        raise DataError(f"{source} has no split {options.split}; it has {', '.join(rows)}")
     if options.all:
         if data_path is None:
             raise UsageError("--all is for token folders, and this text comes with the package: leave it out")

@@ -53,16 +53,18 @@ class Rows:
         if len(split.tokens) < 2:
             raise DataError(f"{split.where} has {len(split.tokens)} tokens; predicting one token needs at least 2")
         self.split, self.sequence_length = split, sequence_length
+        self.some_count: bool
+        """True if batches have `counted`."""
         self._masks = document_masks
         self.dropped_targets = 0
         """Targets of a short last row, which training leaves out."""
         if split.packed is not None:
-            self._size, self._some_count = len(split.packed.rows) - 1, True
+            self._size, self.some_count = len(split.packed.rows) - 1, True
         else:
             full, rest = divmod(len(split.tokens) - 1, sequence_length)
             is_padded = bool(rest) and not (training and full)
             self.dropped_targets = 0 if is_padded else rest
-            self._size, self._some_count = full + is_padded, is_padded or split.counted is not None
+            self._size, self.some_count = full + is_padded, is_padded or split.counted is not None
         self._token_bytes = None if split.token_bytes is None else split.token_bytes.astype(np.int32)
 
     def __len__(self) -> int:
@@ -110,14 +112,14 @@ class Rows:
                 f"{self.split.vocab_size}: the file is damaged, or belongs to another vocabulary"
             )
         fields = {"tokens": tokens}
-        if self._some_count:
+        if self.some_count:
             fields["counted"] = self._counted(places)
         if self._masks:
             numbers = self._documents(places)
             fields["documents"] = (numbers - numbers[:, :1])[:, :-1].astype(np.int32)
         if self._token_bytes is not None:
             sizes = self._token_bytes.take(tokens[:, 1:])
-            if self._some_count:
+            if self.some_count:
                 sizes *= fields["counted"]
             fields["bytes"] = sizes.sum(1, dtype=np.int32)
         return {name: torch.from_numpy(field) for name, field in fields.items()}
