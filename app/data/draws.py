@@ -165,7 +165,7 @@ class HostDraws:
         return mixed
 
     def bits(self, purpose: str, shape: Shape = ()) -> NDArray[np.uint64]:
-        """Return 64 random bits for each sample, or for each element of a shape, uint64 [B, *shape]: those of `Draws.bits`."""
+        """Return 64 random bits for each sample, or for each element of a shape, uint64 [B, *shape], equal to `Draws.bits`."""
         shape = (shape,) if isinstance(shape, int) else shape
         bits: NDArray[np.uint64] = mix64_array(self._base ^ np.uint64(derive_key(0, "purpose", purpose)))
         if shape:
