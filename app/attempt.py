@@ -275,8 +275,8 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Ended
                 info["run"] = run_folder.read_json(opened.claim.path / run_folder.RUN)
                 card = tasks.card(training.recipe.task, facts, info["recipe"])
                 files = {**task.export_files(facts, info), model_card.FILE: model_card.written(card, info)}
-            merged = stored_weights.merged(weights, task.adapters(unwrapped(training.model)))
-            stored_weights.save(opened.claim, stored_weights.described(training.recipe, facts), merged, files)
+            written = stored_weights.for_files(weights, task, unwrapped(training.model))
+            stored_weights.save(opened.claim, stored_weights.described(training.recipe, facts), written, files)
     steps = ended.step - training.first_step  # none if a finished run was resumed
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     scored: dict[str, Any] = {}

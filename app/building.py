@@ -29,10 +29,12 @@ from app.distributed.sample_dropout import PassDraws
 from app.environment import host
 from app.errors import DataError, PresetError, RecipeError, TrainingError, noted
 from app.evaluation import Evaluation, evaluate
+from app.files import hub
 from app.init import filling
 from app.init.units import Units
 from app.metrics.clock import Phase
 from app.optim import parameter_groups, schedule
+from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe, problems_of_mixture
 from app.task import Form, Task, overrides, own_part
@@ -64,6 +66,18 @@ class Parts:
     """Notes for the user about the model."""
 
 
+def with_commits(runtime: Runtime, loaded: LoadedRecipe) -> LoadedRecipe:
+    """Return the recipe with the commits of its models of the hub, which the main process asks for. Raises DataError."""
+    recipe = loaded.recipe
+    places = recipe_file.hub_places(recipe)
+    with runtime.together():  # each place once, because a branch can move between two questions
+        keys = {place: key for key, place in places.items() if runtime.is_main}
+        found = {place: hub.resolved(key, place, download=recipe.train.download) for place, key in keys.items()}
+    found = runtime.from_main(found)
+    places = {key: found.get(place, place) for key, place in places.items()}
+    return replace(loaded, recipe=recipe_file.with_places(recipe, places))
+
+
 def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tuple[Task, Splits]:
     """Return the task, and its splits opened, on every rank, after one process of each node has prepared them there.
 
@@ -74,6 +88,10 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
     here, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
     with runtime.together():
+        places = recipe_file.hub_places(recipe) if is_first else {}
+        places.pop("train.init_from", None)  # a resumed run does not read it
+        for key, place in places.items():
+            hub.folder(key, place, weights=False, download=recipe.train.download)
         prepared = task.prepare_data() if is_first else None
     by_host = {there: found for there, found in runtime.gather((here, prepared)) if found is not None}
     task = prepared or by_host.get(here) or task
@@ -309,7 +327,7 @@ class Feed:
             self._draws_by_rank = not torch.equal(state, _generator_state(runtime.device))
             with runtime.together():
                 if self._draws_by_rank:
-                    parts = runtime.launched.tensor_parallel
+                    parts = runtime.launched.processes_per_rank
                     sentence = self._dropout.said_of_others(runtime.plan, parts=parts)
                     if runtime.plan.passes * parts > 1:
                         raise TrainingError(sentence)

@@ -126,7 +126,8 @@ def _load_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, 
     task.check_folder(folder, facts)
     file = stored_weights.in_folder(folder)
     if file is not None and filling.can_shard(runtime):
-        model, stored = filling.to_read_into(runtime, dtype, task, facts), stored_weights.open_stored(file)
+        model = filling.to_read_into(runtime, dtype, task, facts)
+        stored = stored_weights.joined(stored_weights.open_stored(file), task, model)
         try:
             stored_weights.fitting(model, stored)
         except CheckpointError:

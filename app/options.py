@@ -66,6 +66,7 @@ _ACCELERATES = {
     "main_process_port": "--port",
     "mixed_precision": "--mixed-precision",
     "parallelism_config_tp_size": "--tensor-parallel",
+    "parallelism_config_cp_size": "--context-parallel",
     "parallelism_config_dp_replicate_size": "--replicas",
 }
 
@@ -93,6 +94,14 @@ class _Help(argparse.HelpFormatter):
         return wrapped(text, width).splitlines()
 
 
+class HelpShown(SystemExit):
+    """Ends the program after the help of `parser`."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(0)
+        self.parser = parser
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage; no option is abbreviated."""
 
@@ -106,6 +115,10 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help; unlike argparse, raise an error if it cannot be written."""
         (file or sys.stdout).write(self.format_help())
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:  # noqa: ARG002 - as argparse calls it after --help
+        """Raise HelpShown."""
+        raise HelpShown(self)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
@@ -282,16 +295,16 @@ def add_workers(parser: argparse._ActionsContainer) -> None:
         "(default: from the CPU cores, at most 16)")  # fmt: skip
 
 
-def trackers(text: str) -> list[str]:
+def trackers(text: str, *, in_image: bool = False) -> list[str]:
     """Return the names in the value of --trackers, each once; `none` is no tracker.
 
-    Raises TrackerError for a name that is unknown, or whose library is not installed here.
+    Raises TrackerError for a name that is unknown, or whose library is not installed here, unless the run is `in_image`.
     """
     found = [name for name in names(text) if name != "none"]
     for name in found:
         if name not in TRACKERS:
             hint = did_you_mean(name, TRACKERS, then=f"Known are {', '.join(TRACKERS)}; or none")
             raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}")
-        if importlib.util.find_spec(name) is None:
+        if not in_image and importlib.util.find_spec(name) is None:
             raise TrackerError(f"--trackers has {name}, which is not installed here: pip install {name.replace('_', '-')}")
     return found

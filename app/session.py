@@ -43,6 +43,7 @@ from app.tasks.own import rules
 
 def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
     """Open the data and build the model on every rank, and check that recipe, data, weights and versions are the same."""
+    loaded = building.with_commits(runtime, loaded)
     recipe = loaded.recipe
     task, data = building.open_data(runtime, recipe)
     form = building.form_of(runtime, recipe, task)
@@ -58,13 +59,14 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
         rule = parameter_groups.Rule.of(recipe.optim, model, block_classes(task, model))
         if optimizers.is_foreign(recipe.optim.name):
             rule = optimizer_trial.check(runtime, recipe, rule)
-        notes = [*rule.notes(), *parameter_groups.notes_on(recipe.optim, rule)]
+        notes = [*loaded.notes, *rule.notes(), *parameter_groups.notes_on(recipe.optim, rule)]
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
+        dropout.part = runtime.launched.rank % runtime.launched.context_parallel
         is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.can_shard(runtime)
         is_checked = is_own and rules.has_room(runtime, model, divided=divides)
         # What is checked with samples needs no look without them.
         narrow, counted = _without_data(task, model, data.train.facts, None if is_checked else dropout, count=runtime.is_main)
-        dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
+        dropout.refuse_others(runtime.plan, parts=runtime.launched.processes_per_rank)
         # Inside the recomputation, which then recomputes compiled code.
         notes += model_preparation.compile_blocks(runtime.accelerator, model, block_classes(task, model))
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
@@ -90,7 +92,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
                 draws = sample_dropout.give_to_samples(whole, recipe.seed)
             rules.check(runtime, recipe, task, data.train, whole, dropout=draws, form=form)
             dropout.growing, dropout.left, dropout.drawn, dropout.remedy = draws.growing, draws.left, draws.drawn, draws.remedy
-            dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
+            dropout.refuse_others(runtime.plan, parts=runtime.launched.processes_per_rank)
     elif is_own:
         notes.append(
             f"whether {task_file.name_of(recipe.task)} keeps the rules of the same run is not checked, because the whole model "

@@ -128,6 +128,10 @@ class Adapters(NamedTuple):
     """JSON to write next to such a file."""
 
 
+FileParts = Mapping[str, tuple[int, ...]]
+"""Names and shapes in files of the consecutive parts of a flattened tensor, in order; or of the whole tensor."""
+
+
 class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model)
     """Raised by a task whose loss cannot be computed on tensors without data (torch's meta device)."""
 
@@ -315,6 +319,13 @@ class Task:
         the files no longer exists.
         """
         raise NotImplementedError
+
+    def file_names(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, FileParts]:  # noqa: ARG002
+        """Return the parts in files of tensors that files store under other names than the model, or in several parts.
+
+        `shapes` has the whole tensors of the model, without adapters, by name. The model can be prepared.
+        """
+        return {}
 
     def adapters(self, model: nn.Module) -> Adapters | None:  # noqa: ARG002
         """Return how the weights of this model, prepared or not, are written into files. None: unchanged.

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from app import options
@@ -45,12 +46,13 @@ def main(argv: list[str] | None = None) -> None:
     try:
         arguments = options.parser().parse_all(words)
         if arguments.print_recipe:
-            sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
+            sys.stdout.write(recipe_file.render(recipe_file.completed(recipe_file.load(arguments.recipe, arguments.overrides))))
             return
         launched = read(own_environment())
         host.guard_stdout(is_needed=False)  # a lost terminal, a closed pipe or a full disk ends no run
         with exits_refused(), host.imports_explained():
-            stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline, recorder)
+            loaded = recipe_file.completed(recipe_file.load(arguments.recipe, arguments.overrides))
+            stopped = _train(launched, loaded, arguments, lifeline, recorder)
     except SamerunError as error:
         recorder.record(error, rank=launched.rank)
         leave_with(error, launched.rank)
@@ -71,9 +73,10 @@ def _train(
     launched: Launched, loaded: LoadedRecipe, options_given: argparse.Namespace, lifeline: Lifeline, recorder: Recorder
 ) -> bool:
     """Train, and return True if the run was stopped before its end."""
-    recipe = loaded.recipe
+    recipe = recipe_file.with_commits_of(loaded.recipe, options_given.run_dir, options_given.resume)
+    loaded = replace(loaded, recipe=recipe)
     found = launched.micro_batch
-    plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel, most=found)
+    plan = BatchPlan.of(recipe, launched.data_ranks, processes_per_rank=launched.processes_per_rank, most=found)
     if plan.is_auto and found is None:
         raise RecipeError(
             f"train.max_micro_batch is auto ({loaded.origins['train.max_micro_batch']}), for which the run must be started by "
@@ -110,7 +113,7 @@ def _train(
         parts = session.agree(runtime, loaded)
         resumed = attempt.find_checkpoint(parts, options_given)
         folder = resumed.folder if resumed else None
-        initial = initial_weights.load(runtime, parts.task, parts.model, recipe.train, resumed=folder)
+        initial = initial_weights.load(runtime, parts.task, parts.model, parts.loaded.recipe.train, resumed=folder)
         if resumed is None:
             model_tensors.check_finite(runtime, parts.model, initial or f"the task {recipe.task}")
         job, origin = read_job(os.environ), resumed or initial

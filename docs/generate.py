@@ -1,4 +1,4 @@
-"""Generate most of docs/look-up/, the tree in CONTRIBUTING.md and docs/floors.svg: `python docs/generate.py`."""
+"""Generate pages of docs/look-up/, the tree in CONTRIBUTING.md, docs/floors.svg and recipe.schema.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import floors
 
 from app import errors
-from app.recipe import recipe_file
+from app.recipe import json_schema, recipe_file
 from launch import cli
 
 DOCS = Path(__file__).parent
@@ -27,7 +27,7 @@ VARIABLES = {
     "SAMERUN_MEETING_KEY": "Secret shared by the nodes of a run. Connections without it are rejected.",
     "SAMERUN_NODE_RANK": "Without a scheduler: index of this machine in SAMERUN_HOSTS, from 0. Set by Samerun.",
     "SAMERUN_PORT": "Rendezvous port, on the first node.",
-    "SAMERUN_STARTER": "How the other hosts of a job are started: `pbs_tmrsh`, `mpiexec` or `ssh` (docs/pbs-mpi-ssh.md).",
+    "SAMERUN_STARTER": "How other hosts are started: `pbs_tmrsh`, `mpiexec`, `blaunch` or `ssh` (docs/pbs-mpi-ssh.md).",
 }
 """Variables that a user can set."""
 _OWN = {"ATTEMPT", "ERRORS", "FIRST_JOB", "LAUNCHER", "MICRO_BATCH", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME",
@@ -164,6 +164,7 @@ def main() -> None:
         (DOCS / "look-up" / name).write_text(text)
     (REPOSITORY / "CONTRIBUTING.md").write_text(contributing())
     (DOCS / "floors.svg").write_text(floors.picture())
+    (recipe_file.SHIPPED / json_schema.FILE).write_text(json_schema.text())
 
 
 if __name__ == "__main__":

@@ -130,12 +130,12 @@ def problems(case: RunCase, environment: Mapping[str, str]) -> list[str]:
             return ["srun started this command: leave out srun, because each run starts its own processes"]
         if not case.is_finished:
             return []
-        recipe = checked.loaded.recipe
+        loaded, recipe = checked.loaded, checked.loaded.recipe
         before, now = map(recipe_file.flat, (recipe_file.load(str(case.run_dir / "recipe.yaml")).recipe, recipe))
     except SamerunError as error:
         return str(error).splitlines()
     before, now = (recipe_file.without_places(values, recipe.task) for values in (before, now))
-    may_differ = recipe_file.marked("not_learnt", recipe.task)
+    may_differ = recipe_file.marked("not_learnt", recipe.task) | loaded.left_to_model
     differing = [key for key in now if key not in may_differ and before.get(key) != now[key]]
     which = ", ".join(f"{key} is {before.get(key)} there and {now[key]} here" for key in differing)
     return [f"{case.run_dir} holds a finished run of another recipe, {which}: choose another folder"] if differing else []

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 from app.environment import host
 from app.environment.launched import errors_folder, without_leftovers
 from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, did_you_mean, exits_refused, printable
-from app.options import Parser
+from app.options import HelpShown, Parser
+from app.recipe import recipe_file
 from app.runs.run_folder import Recorder
+from launch import preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = did_you_mean(name, known, then="`samerun --help` lists the commands")
             wrong = "expected a command first, as in `samerun launch --recipe digits`" if is_option else "unknown command"
             raise UsageError(f"{name}: {wrong}; {hint}")
-        module, function, _ = _COMMANDS[name]
         with exits_refused(), host.imports_explained():
-            command: Callable[..., int | None] = getattr(importlib.import_module(module), function)
-            if name in _START_PROCESSES:
-                return command(words, without_leftovers(own_environment(), say=_say), say=_say) or 0
-            return command(words) or 0
+            return _call(name, words)
     except host.StdoutError as error:
         if error.errno == errno.EPIPE:  # as of a program that SIGPIPE ends: `| head` has read enough
             return 128 + signal.SIGPIPE
@@ -75,6 +74,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "scripts": ("launch.shipped", "scripts", "list the shipped job scripts, or print one"),
         "doctor": ("launch.start.launch", "doctor", "check this machine, or all nodes of an allocation"),
         "data": ("app.checks.data", "main", "inspect and check data, tokenize text, convert or shrink images"),
+        "completion": ("launch.cli", "completion", "print the completion script for bash or zsh"),
     },
     "training": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
@@ -126,6 +126,49 @@ def _parser() -> Parser:
     )
     parser.add_argument("-V", "--version", action="store_true", help="print the version and end")
     return parser
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Print the script with which a shell completes the words of `samerun`."""
+    parser = Parser("completion", "Print the script with which bash or zsh completes commands, options, recipes, presets and "
+        "files.", epilog="bash:\n  samerun completion bash > ~/.local/share/bash-completion/completions/samerun\n"
+        "zsh, in a folder of $fpath:\n  samerun completion zsh > ~/.zfunc/_samerun")  # fmt: skip
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    shell = parser.parse_all(argv).shell
+    import shtab  # not at the top: only this command needs it
+
+    functions = ""
+    for kind, names in {"recipe": recipe_file.names(), "preset": preset.names()}.items():
+        words = " ".join(names)
+        body = {"bash": f'compgen -W "{words}" -- "$1"; _shtab_compgen_files "$1";', "zsh": f"compadd -- {words}; _files"}
+        functions += f"_samerun_{kind}() {{ {body[shell]} }}\n"
+    root, parsers = _parser(), []
+    for name in _COMMANDS:
+        try:
+            with redirect_stdout(io.StringIO()):
+                _call(name, ["--help"])
+        except HelpShown as shown:
+            parsers.append(shown.parser)
+        for action in parsers[-1]._actions:  # argparse has no public list of them
+            kind = (name if action.dest == "name" else action.dest).removesuffix("s")
+            if kind in ("recipe", "preset"):
+                action.complete = {shell: f"_samerun_{kind}"}  # type: ignore[attr-defined]
+            elif str(action.metavar).startswith(("RUN", "PATH", "FILE")):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    commands = root.add_subparsers(parser_class=lambda **_: parsers.pop(0))  # type: ignore[call-overload]
+    for name, (*_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text)
+    sys.stdout.write(shtab.complete(root, shell, preamble=functions))
+    return 0
+
+
+def _call(name: str, words: Sequence[str]) -> int:
+    """Run a subcommand with these arguments and return its exit code."""
+    module, function, _ = _COMMANDS[name]
+    command: Callable[..., int | None] = getattr(importlib.import_module(module), function)
+    if name in _START_PROCESSES:
+        return command(words, without_leftovers(own_environment(), say=_say), say=_say) or 0
+    return command(words) or 0
 
 
 def _say(text: str) -> None:

@@ -32,9 +32,9 @@ SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 _SECTION_OF = {"NO": "", "MULTI_GPU": "", "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
 """Section of each supported distributed_type."""
 PARALLELISM = "parallelism_config"
-OPTIONS = {"dp_replicate_size": "--replicas", "tp_size": "--tensor-parallel"}
+OPTIONS = {"dp_replicate_size": "--replicas", "tp_size": "--tensor-parallel", "cp_size": "--context-parallel"}
 """Our option for each size of `parallelism_config`."""
-_PRESETS = {"dp_replicate_size": "hsdp", "tp_size": "tensor_parallel"}
+_PRESETS = {"dp_replicate_size": "hsdp", "tp_size": "tensor_parallel", "cp_size": "context_parallel"}
 _SIZES = (*OPTIONS, "dp_shard_size")
 # Settings of what is not supported. `accelerate config` writes them anyway.
 _WITHOUT_EFFECT = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
@@ -153,7 +153,7 @@ class Preset:
         is_offloaded = any(place not in (None, "none") for place in places)
         is_offloaded |= section_of(self.settings, "fsdp_config").get("fsdp_offload_params") is True
         stage = zero["stage"] if self.deepspeed else section.get("zero_stage", 2) if self.strategy == "deepspeed" else 0
-        return Sharding(self.strategy, stage, is_offloaded, degrees.replicas, degrees.tensor_parallel)
+        return Sharding(self.strategy, stage, is_offloaded, *degrees)
 
     def compiler(self) -> dict[str, Any]:
         """Return how it compiles, by the names without their prefix. With `dynamo_backend` Accelerate reads nothing else."""

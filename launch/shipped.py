@@ -10,12 +10,15 @@ from pathlib import Path
 from app import tasks
 from app.errors import UsageError, did_you_mean
 from app.options import Parser, wrapped
-from app.recipe import recipe_file
+from app.recipe import json_schema, recipe_file
 from launch import preset
 
 _HERE = Path(__file__).parent
 _SUFFIX = ".template"
 """Suffix that keeps tools for Samerun's own code away from the template's files."""
+_SCHEMA_MARK = "# yaml-language-server: $schema="
+_SCHEMA_LINE = f"{_SCHEMA_MARK}{json_schema.FILE}"
+"""First line of a shipped recipe: the schema for editors is in the recipe's folder."""
 
 
 def recipes(argv: list[str]) -> int:
@@ -39,15 +42,21 @@ def _show(argv: list[str], kind: str, folder: Path, *patterns: str) -> int:
     if kind == "recipe":
         parser.add_argument("--keys", nargs="?", const="*", metavar="PATTERN", help="print the keys of recipes, or those "
             "with PATTERN in their name or meaning: of all tasks, or of the task of NAME, which can be a path")  # fmt: skip
+        parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, which editors use to "
+            "complete and check them; NAME, which can be a path, adds the keys of its own task")  # fmt: skip
     options = parser.parse_all(argv)
     if getattr(options, "keys", None) is not None:
         return _print_keys(options.name, options.keys)
+    if getattr(options, "schema", False):
+        sys.stdout.write(json_schema.text(options.name))
+        return 0
     paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
     files = {path.name if kind == "script" else path.stem: path for path in paths}
     if options.name is None:
         width = max(map(len, files))
         for shown, path in files.items():
-            description = next(line for line in path.read_text().splitlines() if not line.startswith("#!")).lstrip("# ")
+            comments = (line for line in path.read_text().splitlines() if not line.startswith("#!") and line != _SCHEMA_LINE)
+            description = next(comments).lstrip("# ")
             text = wrapped(f"{'':{width}}  {description}", 120)[width:] if sys.stdout.isatty() else f"  {description}"
             sys.stdout.write(f"{shown:{width}}{text}\n")
         return 0
@@ -55,7 +64,8 @@ def _show(argv: list[str], kind: str, folder: Path, *patterns: str) -> int:
     if found is None:
         hint = did_you_mean(options.name, files, then=f"`samerun {kind}s` lists all", cutoff=0.5)
         raise UsageError(f"{options.name}: unknown {kind}; {hint}")
-    sys.stdout.write(found.read_text())
+    schema = folder / json_schema.FILE  # a copy of the recipe can be in any folder
+    sys.stdout.write(found.read_text().replace(_SCHEMA_LINE, f"{_SCHEMA_MARK}{schema.absolute().as_uri()}"))
     return 0
 
 
@@ -75,19 +85,22 @@ def _print_keys(recipe: str | None, pattern: str) -> int:
 def new(argv: list[str]) -> int:
     """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
     parser = Parser("new", "Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a "
-        "test and a README. It runs unchanged.")  # fmt: skip
+        "test, a README and settings for VS Code. It runs unchanged.")  # fmt: skip
     parser.add_argument("folder", metavar="PATH", help="folder to create; it must be new or empty")
     folder = Path(parser.parse_all(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} exists and is not an empty folder: choose another name")
-        folder.mkdir(parents=True, exist_ok=True)
+        editor = folder / ".vscode"
+        editor.mkdir(parents=True)
         for file in sorted((_HERE / "template").glob(f"*{_SUFFIX}")):
-            (folder / file.name.removesuffix(_SUFFIX)).write_text(file.read_text())
+            name = file.name.removesuffix(_SUFFIX)
+            (editor if name.endswith(".json") else folder).joinpath(name).write_text(file.read_text())
+        (editor / json_schema.FILE).write_text(json_schema.text(str(folder / "recipe.yaml")))
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
     sys.stdout.write(
-        f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md. Try it:\n"
+        f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md, .vscode. Try it:\n"
         f"    cd {shlex.quote(str(folder))}\n"
         "    samerun launch --recipe recipe.yaml\n"
     )

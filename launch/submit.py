@@ -38,12 +38,13 @@ from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
 from launch.schedulers import detect
-from launch.start import launch, resolved
+from launch.start import containers, launch, resolved
 
 Scheduler = Literal["slurm", "pbs"]
 _SUBMITTERS: dict[Scheduler, tuple[str, ...]] = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 """The command that takes the path of a script and prints the id of the job. Slurm is first, as its sites often have a qsub that
 calls sbatch."""
+_HINT = "or give --data-on-nodes if only the nodes of the job have it"
 _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
 # Options of a user that replace a request of ours under another name.
@@ -103,6 +104,8 @@ def _check(
         for option in options.scheduler_options
         if not option.startswith("-") or not option.isprintable()
     ]
+    if options.spares or options.min_nodes:
+        problems += filter(None, [resolved.spares_problem(options, options.nodes, is_slurm=scheduler == "slurm")])
     sweep: Sequence[Combination] = ()
     try:
         sweep = cases.combinations(options.array, fixed=options.overrides) if options.array is not None else ()
@@ -112,15 +115,18 @@ def _check(
     # The run gets its number of processes, as this number was checked.
     words = ["--processes-per-node", str(topology.processes_per_node), "--recipe", options.recipe]
     defaults = resolved.read([])[0]
-    for option in ("preset", "tensor_parallel", "replicas", "max_requeues", "max_restarts"):
+    kept = ("preset", "tensor_parallel", "context_parallel", "replicas", "max_requeues", "max_restarts", "spares", "min_nodes")
+    for option in (*kept, *containers.OPTIONS):
         if (value := getattr(options, option)) != getattr(defaults, option):
             words += [f"--{option.replace('_', '-')}", str(value)]
+    words += [f"--container-option={option}" for option in options.container_options]
     words += [*passed_on, *options.overrides]
     overrides = options.overrides
     try:
         launching, _, training = resolved.read(["--run-dir", "runs", *words])
         overrides = training.overrides
-        problems += map(str, resolved.problems(training, run_dir=None, resume=launching.resume, inputs={}))
+        in_image, resume = options.container_image is not None, launching.resume
+        problems += map(str, resolved.problems(training, run_dir=None, resume=resume, inputs={}, in_image=in_image))
     except UsageError as error:
         problems.append(str(error))
     name = options.job_name or re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(options.recipe).stem).lstrip("._+-") or "samerun"
@@ -128,6 +134,8 @@ def _check(
     stems = itertools.chain([started], (f"{started}-{number}" for number in itertools.count(2)))
     stem = next(stem for stem in stems if not (_SCRIPTS / f"{stem}.sh").exists())
     run_dir = Path(options.run_dir or _RUNS / stem)
+    problems += containers.problems(options, run_dir=run_dir, is_slurm=scheduler == "slurm")
+    problems += [f"{problem}. Correct it, {_HINT}" for problem in containers.missing(options) if not options.data_on_nodes]
     run_folders = [run_dir / combination.name for combination in sweep] or [run_dir]
     batches: dict[str, None] = {}
     recipe_problems: dict[str, list[str]] = {}
@@ -137,15 +145,14 @@ def _check(
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
             if chosen and (refusal := optimizers.refusal(recipe.optim.name, chosen.strategy, degrees.tensor_parallel)):
                 found.append(refusal)
-            ranks = topology.world_size // degrees.tensor_parallel
-            batches[str(BatchPlan.of(recipe, ranks, tensor_parallel=degrees.tensor_parallel))] = None
+            ranks, parts = topology.world_size // degrees.processes_per_rank, degrees.processes_per_rank
+            batches[str(BatchPlan.of(recipe, ranks, processes_per_rank=parts))] = None
         except RecipeError as error:
             found += error.problems
             recipe = recipe or error.recipe
         if recipe and not options.data_on_nodes:  # variables in a path have their values on the nodes
             inputs = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
-            hint = "or give --data-on-nodes if only the nodes of the job have it"
-            found += [f"{problem}, {hint}" for problem in resolved.missing(inputs)]
+            found += [f"{problem}, {_HINT}" for problem in resolved.missing(inputs)]
     problems += [*cases.grouped(recipe_problems), *filter(None, map(resolved.unwritable, (_SCRIPTS, run_dir)))]
     problems += [
         f"{folder} holds a finished run (it has a result.json): choose another --run-dir, or delete the folder"
@@ -243,7 +250,8 @@ def _key(option: str) -> str:
 def _slurm_requests(options: argparse.Namespace, name: str, log: str, indices: str | None) -> list[str]:
     requests = {
         "--job-name": name,
-        "--nodes": options.nodes,
+        "--nodes": options.nodes + options.spares,
+        "--no-kill": "" if options.spares or options.min_nodes else None,  # the run continues without a lost node
         "--ntasks-per-node": 1,
         "--exclusive": "",
         "--mem": "0",
@@ -302,9 +310,11 @@ def _parser() -> Parser:
     parser.add_argument("--job-name", type=word, metavar="NAME", help="job name (default: the recipe's name)")
     parser.add_argument("--scheduler", choices=_SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
     resolved.add_run_options(parser)
+    containers.add_options(parser)
     parser.add_argument("--array", metavar="SWEEP", help="run a sweep: one array task per combination, such as "
         "'optim.lr=0.1,0.2;seed=0,1'")  # fmt: skip
-    parser.add_argument("--data-on-nodes", action="store_true", help="do not check data.path: only compute nodes have it")
+    parser.add_argument("--data-on-nodes", action="store_true", help="do not check data.path and the paths for a container: "
+        "only compute nodes have them")  # fmt: skip
     parser.add_argument("--sbatch-option", "--qsub-option", dest="scheduler_options", metavar="OPTION", action="append",
         default=[], help="one more #SBATCH or #PBS line, such as --sbatch-option=--constraint=a100 or --qsub-option='-l "
         "filesystems=home'; may be repeated")  # fmt: skip

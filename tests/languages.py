@@ -20,9 +20,17 @@ def save_network(folder: Path, architecture: str = "llama", **settings: Any) -> 
     own = {
         "llama": {"intermediate_size": 128, "num_key_value_heads": 2},
         "bert": {"intermediate_size": 64},
-        "mixtral": {"intermediate_size": 64, "num_key_value_heads": 4},
+        "mixtral": {"intermediate_size": 64, "num_key_value_heads": 4, "num_local_experts": 4},
+        "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+        "qwen2_moe": {
+            "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+        "qwen3_moe": {
+            "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16,
+        },
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 256},  # dropout is no part of this
-    }[architecture]
+    }[architecture]  # fmt: skip
     config = AutoConfig.for_model(architecture, **{**TINY, **own, "bos_token_id": None, "eos_token_id": None, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -136,7 +136,7 @@ def cases_of_recipes(folder: Path) -> list[Case]:
 def cases_of_text() -> list[Case]:
     """A language model: each kind of preset, and what only language models have."""
     text = functools.partial(Case, base=(*LM, *OFTEN))
-    presets = ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "tensor_parallel")
+    presets = ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "tensor_parallel", "context_parallel")
     return [
         text(name="lm_tiny"),
         *(text(name="lm_tiny", preset=preset, processes=2) for preset in presets),

@@ -132,6 +132,12 @@ def assert_ran(run_dir: Path, hosts: list[str], alone: list[float], output: str)
     assert losses(run_dir) == pytest.approx(alone, rel=1e-5), output
 
 
+def container_environment(installed: Path, hidden: Path) -> dict[str, str]:
+    """Variables of a user with Samerun from a wheel, and with an apptainer that hides a folder (tests/scripts/container)."""
+    path = os.pathsep.join([str(REPOSITORY / "tests" / "scripts" / "container"), str(installed), os.environ["PATH"]])
+    return {"PATH": path, "PYTHONPATH": "", "HIDDEN": str(hidden)}
+
+
 def left_over(folder: Path) -> list[str]:
     """Processes, mounts and folders that still speak of a lab."""
     commands = {path: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}

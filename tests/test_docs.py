@@ -213,7 +213,7 @@ def test_the_task_of_the_first_screen_is_the_same_run_on_two_processes(tmp_path:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-CLUSTER_PAGES = ("slurm", "pbs-mpi-ssh", "troubleshooting", "coming-from")
+CLUSTER_PAGES = ("slurm", "containers", "pbs-mpi-ssh", "troubleshooting", "coming-from")
 CLUSTERS = "\n".join((REPOSITORY / "docs" / f"{name}.md").read_text() for name in CLUSTER_PAGES)
 # Code spans and blocks: what is a name there must exist.
 CLUSTERS_CODE = [*re.findall(r"`([^`\n]+)`", CLUSTERS), *re.findall(r"^```\w*\n(.*?)^```$", CLUSTERS, re.DOTALL | re.MULTILINE)]
@@ -245,6 +245,7 @@ def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
         accepted(["launch.cli", "launch", "--dry-run", *words], tmp_path)
     submits = cluster_commands("samerun submit")
     assert len(submits) >= 3
+    (tmp_path / "IMAGE").touch()
     for words in submits:
         accepted(["launch.cli", "submit", "--dry-run", "--scheduler", "slurm", *words], tmp_path)
     ranks = [*cluster_commands("python -m app.train"), *cluster_commands("launch/mpirun.sh")]
@@ -269,7 +270,7 @@ def test_recipe_keys_for_clusters_exist_and_take_the_values_shown() -> None:
     of_images, of_text = recipe_file.kinds(tasks.DEFAULT).keys(), recipe_file.kinds("causal_lm").keys()
     assert named - of_images - of_text == set()
     assigned = {
-        (key, value) for key, value in re.findall(rf"((?<![\w./-])(?:{sections})\.\w+|(?<![\w.-])seed)=([\w.-]+)", code)
+        (key, value) for key, value in re.findall(rf"((?<![\w./-])(?:{sections})\.\w+|(?<![\w.-])seed)=([\w.:-]+)", code)
     }
     assert len(assigned) > 12
     for key, value in assigned:

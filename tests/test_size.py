@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 23_500,
-    "files of app, launch and samerun": 165,
-    "code lines of tests": 20_900,
+    "code lines of app, launch and samerun": 24_950,
+    "files of app, launch and samerun": 173,
+    "code lines of tests": 22_350,
     "code lines of benchmarks": 1_200,
-    "words of docs": 29_200,
+    "words of docs": 31_300,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -32,6 +32,7 @@ from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, SamerunError
 from app.evaluation import Evaluation
+from app.files import hub
 from app.init import model_tensors
 from app.init.region import AVERAGE, WEIGHT, Piece
 from app.metrics.metrics import Metrics
@@ -325,13 +326,14 @@ def check_same_run(
     before, now = {**defaults, **recipe_file.renamed(state["recipe"])}, dict(recipe_file.flat(recipe))
     for values in (before, now):  # the path of a task file can change; `sources` has its text
         values["task"] = task_file.name_of(values["task"])
+    models = [(key, before[key], it) for key, it in recipe_file.hub_places(recipe).items() if hub.differ(before[key], it)]
     before, now = (recipe_file.without_places(values, recipe.task) for values in (before, now))
     by_step = recipe_file.marked("by_step", recipe.task)
     may_change = recipe_file.marked("not_learnt", recipe.task) | by_step | _LENGTH | _SCHEDULE | {_SKIP}
     if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
         may_change -= _STOPPING
     pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]
-    pairs += [(key, state["data"].get(key), data.get(key)) for key in {**state["data"], **data}]
+    pairs += [*models, *((key, state["data"].get(key), data.get(key)) for key in {**state["data"], **data})]
     differing = [  # as JSON, in which the order of parameter groups counts
         f"{key} was {then!r} and is {present!r}" for key, then, present in pairs if json.dumps(then) != json.dumps(present)
     ]

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
 from pathlib import Path
 from urllib.parse import urlparse
@@ -18,12 +19,13 @@ from urllib.parse import urlparse
 import torch
 
 from app.checkpoints import checkpoint, stored_weights
-from app.checkpoints.stored_weights import IN_FOLDERS, StoredWeights
+from app.checkpoints.stored_weights import IN_FOLDERS
+from app.checkpoints.tensor_file import StoredWeights
 from app.distributed import handshake
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, did_you_mean
-from app.files import text_files
+from app.files import hub, text_files
 from app.init import model_tensors
 from app.init.region import Region
 from app.optim import parameter_groups
@@ -33,8 +35,8 @@ from app.task import Adapters, Task
 _DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
 _ELEMENTS = 1 << 20
 """Elements that are read at a time, to be hashed."""
-_PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name, in any order."""
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that torch.compile, FSDP and activation checkpointing add."""
 
 
 def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None) -> str | None:
@@ -52,22 +54,22 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
             print(f"train.init_from is ignored, because the run resumes from {resumed}", flush=True)  # noqa: T201
         return None
     is_published = recipe.init_from.startswith(PUBLISHED)
-    if is_published:
+    if is_published or hub.parsed(recipe.init_from):
         name = recipe.init_from
         with runtime.together():
             if runtime.launched.local_rank == 0:  # one process of each node downloads
-                published(name.removeprefix(PUBLISHED), download=recipe.download)
+                _fetched(name, download=recipe.download)
         with runtime.together():
-            place = published(name.removeprefix(PUBLISHED), download=False)
+            place = _fetched(name, download=False)
     else:
         with runtime.together():
             source = Path(text_files.filled_in("train.init_from", recipe.init_from))
-        file = source if source.is_file() else stored_weights.in_folder(source)
+            file = source if source.is_file() else stored_weights.in_folder(source)
         found = runtime.from_main(file) or checkpoint.find(runtime, source)
         if found is None:
             raise CheckpointError(
                 f"train.init_from is {source}, which is not a source of weights: give a safetensors or .pth file, "
-                f"a checkpoint, or a folder that contains one or a {' or '.join(IN_FOLDERS[:2])}."
+                f"a checkpoint, or a folder that contains one, a {' or '.join(IN_FOLDERS[:2])}, or weights of DCP or DeepSpeed."
             )
         place, name = found, str(found)
     with runtime.together():
@@ -76,7 +78,7 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
             stored = {name_here(name): it for name, it in stored.items()}
         adapters = task.adapters(model)
         allow = (*(recipe.init_allow or ()), *(adapters.alone if adapters else ()))
-        summary, read = _load(model, stored, adapters, name, task.head(model), allow)
+        summary, read = _load(model, task, stored, adapters, name, allow)
     weights = {"initial weights": model_tensors.digest(model, runtime.gather)}
     if model_tensors.is_sharded(model):
         weights[f"{name}, as read on this node"] = _node_digest(runtime, read)
@@ -86,16 +88,26 @@ def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainReci
     return name
 
 
+def _fetched(name: str, *, download: bool) -> Path:
+    """Return the file of published weights, or the file or index of weights of a model of the hub, on this machine."""
+    if name.startswith(PUBLISHED):
+        return published(name.removeprefix(PUBLISHED), download=download)
+    folder = hub.folder("train.init_from", name, weights=True, download=download)
+    return stored_weights.in_folder(folder) or folder
+
+
 @torch.no_grad()
 def _load(
-    model: torch.nn.Module, stored: StoredWeights, adapters: Adapters | None, place: str, head: str, allow: Sequence[str]
+    model: torch.nn.Module, task: Task, stored: StoredWeights, adapters: Adapters | None, place: str, allow: Sequence[str]
 ) -> tuple[str, StoredWeights]:
     """Fill the model and return a summary, and the tensors that were read, by the model's names.
 
     Raises CheckpointError with all names that do not fit.
     """
-    stored_names = stored.keys()
-    stored = _by_model_names(model, {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ())}, stored)
+    stored_names, head = stored.keys(), task.head(model)
+    in_files = chain(*stored_weights.file_names(task, model).values())
+    known = {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ()), *in_files}
+    stored = stored_weights.joined(_by_model_names(model, known, stored), task, model)
     if adapters:
         here = {there: name for name, there in adapters.names.items()}
         stored = {here.get(name, name): it for name, it in stored.items()}
@@ -149,20 +161,24 @@ def _node_digest(runtime: Runtime, read: StoredWeights) -> str:
 def _by_model_names(model: torch.nn.Module, known: Set[str], stored: StoredWeights) -> StoredWeights:
     """Return stored tensors by the `known` names of the model, without buffers that it does not need.
 
-    Removes prefixes that programs add to every name, and adds the prefix of a base model, which transformers leaves out of a
-    file with a base model alone: as many as make the most names known.
+    Removes the prefix that makes the most names known, such as the name of a Lightning module's attribute, and adds the prefix
+    of a base model, which transformers leaves out of a file with a base model alone.
     """
+    names = {_WRAPPERS.sub("", name): it for name, it in stored.items()}
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    prefix: str | None = ""
-    names, ways = dict(stored), list[StoredWeights]()
-    while prefix is not None and names:
-        names = {name.removeprefix(prefix): it for name, it in names.items()}
-        whole = {name: f"{base}{name}" for name in names.keys() - known if f"{base}{name}" in known - names.keys()}
-        ways.append({whole.get(name, name): it for name, it in names.items()})
-        prefix = next((it for it in _PREFIXES if all(name.startswith(it) for name in names)), None)
-    found = max(ways, key=lambda way: len(known & way.keys()), default=names)
+    ends = known | {name.removeprefix(base) for name in known}
+    prefixes = Counter(name[:at] for name in names for at in _component_starts(name) if name[at:] in ends)
+    prefix = min(prefixes, key=lambda it: (-prefixes[it], len(it)), default="")
+    # A name that the file has twice, with the prefix and without, keeps it, and is refused as one that the model does not have.
+    names = {name if (end := name.removeprefix(prefix)) in names else end: it for name, it in names.items()}
+    whole = {name: f"{base}{name}" for name in names.keys() - known if f"{base}{name}" in known - names.keys()}
+    found = {whole.get(name, name): it for name, it in names.items()}
     unneeded = model_tensors.unneeded_names(model, found.keys() - known)
     return {name: it for name, it in found.items() if name not in unneeded}
+
+
+def _component_starts(name: str) -> list[int]:
+    return [0, *(it.end() for it in re.finditer(r"\.", name))]
 
 
 def _layer(name: str) -> str:

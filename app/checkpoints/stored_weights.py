@@ -1,29 +1,28 @@
 """Weights in files, of this application or others, and the model file of a run, `model.safetensors` with `model.json`.
 
-Safetensors files and state dicts of `torch.save`, alone or split into files with an index, and checkpoints. No code in a file
-is run: only tensors and plain containers of a pickle are loaded (`weights_only`).
+Safetensors files and state dicts of `torch.save`, alone or split into files with an index, and checkpoints, also those of other
+programs (foreign_weights.py). No code in a file is run.
 
 The weights load into the plain model that the task builds, for example torchvision's, without this package.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from app import tasks
-from app.checkpoints import step_folders, tensor_file
-from app.checkpoints.tensor_file import Content, TensorFile, torch_dtype
+from app.checkpoints import foreign_weights, step_folders, tensor_file
+from app.checkpoints.tensor_file import Content, StoredTensor, StoredWeights, TensorFile, torch_dtype
 from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, RunFolderError, printable
-from app.files import other_libraries
 from app.files.atomic_files import disk_errors
 from app.files.text_files import parsed
 from app.init import filling, model_tensors
@@ -32,33 +31,22 @@ from app.recipe import recipe_file, task_file
 from app.recipe.schema import Recipe
 from app.runs import run_folder
 from app.runs.claim import Claim
-from app.task import Adapters, LowRank, Task
+from app.task import Adapters, FileParts, LowRank, Task
 
-IN_FOLDERS = (run_folder.MODEL, run_folder.MODEL_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights in the folder of a finished run, and of transformers."""
+DCP = ".metadata"
+IN_FOLDERS = (
+    *(run_folder.MODEL, run_folder.MODEL_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *(DCP, f"pytorch_model_fsdp_0/{DCP}", "pytorch_model_fsdp.bin"),
+)
+"""Files of weights in the folder of a finished run, of transformers, of DCP, and of Accelerate's `save_state`."""
 _COMPARED = 1 << 20
 """Elements that are compared at a time."""
-_NESTED = ("state_dict", "model_state_dict", "model")
-"""Keys under which programs save the weights, next to other state."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor on disk."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read_into: Callable[[torch.Tensor, Region], None]
-    """Fills values, 1-D, with the elements of a region of the tensor, converted to their dtype."""
-
-
-StoredWeights = Mapping[str, StoredTensor]
-"""The tensors of a model, by their names on disk."""
 
 
 def in_folder(folder: Path) -> Path | None:
     """Return the file with the weights of a folder, or the index of several, if it has one."""
-    return next((folder / name for name in IN_FOLDERS if (folder / name).exists()), None)
+    found = next((folder / name for name in IN_FOLDERS if (folder / name).exists()), None)
+    return found or foreign_weights.in_deepspeed(folder) or foreign_weights.in_deepspeed(folder / "pytorch_model")
 
 
 @torch.no_grad()
@@ -125,6 +113,39 @@ def _are_equal(tensor: Piece, one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
+def file_names(task: Task, model: torch.nn.Module) -> Mapping[str, FileParts]:
+    """Return `task.file_names` of a model that is not prepared."""
+    return task.file_names(model, {name: it.shape for name, it in model_tensors.local_pieces(model).items()})
+
+
+def joined(stored: StoredWeights, task: Task, model: torch.nn.Module) -> StoredWeights:
+    """Return stored tensors by the model's names, with the parts of each tensor joined (`Task.file_names`).
+
+    The shape of a joined tensor is the model's, or shows the shape of a part that does not fit.
+    """
+    found, pieces = dict(stored), model_tensors.local_pieces(model)
+    for name, parts in file_names(task, model).items():
+        if name not in stored and parts.keys() <= stored.keys():
+            tensors = [found.pop(part) for part in parts]
+            wrong = [it.shape for it, shape in zip(tensors, parts.values(), strict=True) if it.shape != shape]
+            shape = (len(parts), *wrong[0]) if wrong else pieces[name].shape
+            found[name] = StoredTensor(shape, tensors[0].dtype, partial(_read_parts, tensors))
+    return found
+
+
+def _read_parts(tensors: Sequence[StoredTensor], values: torch.Tensor, wanted: Region) -> None:
+    """Fill `values` as `StoredTensor.read_into`, from consecutive parts of the flattened tensor."""
+    start = 0
+    for tensor in tensors:
+        own = Region.flat(start, prod(tensor.shape))
+        start += own.count
+        for both in own.overlaps(wanted):
+            part = values.new_empty(both.count)
+            tensor.read_into(part, own.inside(both))
+            place = wanted.inside(both)
+            place.rows(values).copy_(part.view(place.runs, place.run))
+
+
 def word(dtype: torch.dtype) -> str:
     """Return a type as people write it."""
     return str(dtype).removeprefix("torch.")
@@ -134,6 +155,10 @@ def open_stored(place: Path) -> StoredWeights:
     """Return the tensors of a file, of an index of files, or of a checkpoint. Raises CheckpointError if it cannot be read."""
     if place.is_dir():
         return _open_checkpoint(place)
+    if place.name == DCP:
+        return foreign_weights.open_dcp(place)
+    if place.name.endswith("_states.pt"):
+        return foreign_weights.open_deepspeed(place)
     return _open_index(place) if place.name.endswith(".index.json") else _open_file(place)
 
 
@@ -141,7 +166,7 @@ def _open_file(path: Path) -> StoredWeights:
     with disk_errors(path, "read"), path.open("rb") as opened:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
-        return _open_pickle(path)
+        return foreign_weights.open_pickle(path)
     if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
         raise CheckpointError(f"{path} is damaged, or not weights: it does not begin as a file of torch.save does")
     file = TensorFile(path)
@@ -167,36 +192,6 @@ def _open_index(path: Path) -> StoredWeights:
     return {name: parts[file][name] for name, file in file_of.items()}
 
 
-def _open_pickle(path: Path) -> StoredWeights:
-    try:
-        saved = other_libraries.pickled(path)
-    except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
-        # torch's sentence is between advice for files that are trusted.
-        why = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0].partition(". ")[0]
-        if other := re.search(r"GLOBAL (\S+)", str(error)):
-            why = f"it holds {other[1]}, which is not a tensor"
-        raise CheckpointError(
-            f"{path} cannot be loaded as weights only ({why}). Save model.state_dict() with torch.save, on "
-            "the machine that made the file"
-        ) from error
-    tensors: dict[str, torch.Tensor] = {}
-    for _ in range(len(_NESTED) + 1):  # the innermost: a mean or a best score can be next to the weights
-        if isinstance(saved, Mapping):
-            tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)} or tensors
-            saved = next((saved[key] for key in _NESTED if isinstance(saved.get(key), Mapping)), None)
-    if not tensors:
-        raise CheckpointError(f"{path} has no tensors by name, at the top or in {', '.join(_NESTED)}")
-    return {name: _in_memory(tensor) for name, tensor in tensors.items()}
-
-
-def _in_memory(source: torch.Tensor) -> StoredTensor:
-    @torch.no_grad()
-    def read_into(values: torch.Tensor, region: Region) -> None:
-        values.copy_(region.take(source.contiguous()))
-
-    return StoredTensor(tuple(source.shape), source.dtype, read_into)
-
-
 def _open_checkpoint(folder: Path) -> StoredWeights:
     reader = step_folders.Reader(folder)
     key = reader.finished_key()
@@ -207,10 +202,36 @@ def _open_checkpoint(folder: Path) -> StoredWeights:
     return {
         name: StoredTensor(it.shape, torch_dtype(it.dtype), partial(read_into, name, it.shape))
         for name, it in reader.tensors(key).items()
-    } | {name: _in_memory(buffer) for name, buffer in reader.buffers().items()}
+    } | {name: foreign_weights.in_memory(buffer) for name, buffer in reader.buffers().items()}
 
 
 # ---- Adapters: small matrices that are added to a weight for files of plain weights. Only they are whole in memory -----------
+
+
+def for_files(contents: Mapping[str, Content], task: Task, model: torch.nn.Module) -> dict[str, Content]:
+    """Return the weights of a model, prepared or not, by their names in files. Each can be read once, and in this order."""
+    plain = merged(contents, task.adapters(model))
+    names = task.file_names(model, {name: it.shape for name, it in plain.items()})
+    found = dict[str, Content]()
+    for name, content in plain.items():
+        found |= _split(content, names[name]) if name in names else {name: content}
+    return found
+
+
+def _split(content: Content, parts: FileParts) -> dict[str, Content]:
+    """Return consecutive parts of a tensor, which must be read in order."""
+    chunks, rest = iter(content.chunks), memoryview(b"")
+
+    def taken(size_bytes: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while size_bytes:
+            rest = rest or memoryview(next(chunks))
+            piece, rest = rest[:size_bytes], rest[size_bytes:]
+            size_bytes -= len(piece)
+            yield piece
+
+    sized = {name: Content(content.dtype, shape, ()) for name, shape in parts.items()}
+    return {name: replace(it, chunks=taken(tensor_file.size_bytes(it))) for name, it in sized.items()}
 
 
 def merged(contents: Mapping[str, Content], adapters: Adapters | None) -> dict[str, Content]:
@@ -308,7 +329,7 @@ def load(
             "Samerun: use that version."
         ) from error
     try:
-        fill(model, open_stored(path))
+        fill(model, joined(open_stored(path), task, model))
     except CheckpointError as error:
         raise RunFolderError(f"{path} does not contain the weights of the model described in {about}: {error}") from error
     if described.get("task_digest", "none") != tasks.digest(str(values["task"])):

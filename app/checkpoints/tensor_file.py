@@ -68,6 +68,20 @@ class Content:
     """Its elements in order, read when they are written."""
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read_into: Callable[[torch.Tensor, Region], None]
+    """Fills values, 1-D, with the elements of a region of the tensor, converted to their dtype."""
+
+
+StoredWeights = Mapping[str, StoredTensor]
+"""The tensors of a model, by their names on disk."""
+
+
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
     """Return safetensors' name of a tensor's dtype. Raises CheckpointError for one that cannot be saved."""
     dtype = _SAVED.get(str(tensor.dtype).removeprefix("torch."))

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         commands = "\n".join(f"  {name:8}  {text}" for name, (_, text) in _COMMANDS.items())
         epilog = f"commands:\n{commands}\n\n`samerun data COMMAND --help` shows its options."
         parser = Parser("data", "Inspect and prepare data before a run, with the tools of its task.", epilog=epilog)
-        parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="what to do")
+        parser.add_argument("command", choices=[*_COMMANDS], metavar="COMMAND", help="what to do")
         parser.parse_all(argv or ["--help"])  # ends the program
     if argv[0] != "tokenize":  # every other command takes a recipe by this option, and these as a plain word too
         argv = [word.removeprefix("--recipe=") for word in argv if word != "--recipe"]

@@ -136,7 +136,7 @@ def case_of(
     file = preset.load(variant.preset)
     size = recipe.train.global_batch_size
     try:
-        ranks = variant.processes // file.degrees(Topology(processes_per_node=variant.processes)).tensor_parallel
+        ranks = variant.processes // file.degrees(Topology(processes_per_node=variant.processes)).processes_per_rank
     except TopologyError as error:
         return str(error)
     if size % (parts := ranks * variant.accumulation):

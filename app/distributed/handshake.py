@@ -197,7 +197,7 @@ def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn
 def versions() -> dict[str, str]:
     """Return the versions that can change what a run computes, by package; `none` for one that is not installed."""
     found = {}
-    for package in ("samerun", "torchvision", "accelerate", "deepspeed", "numpy"):
+    for package in ("samerun", "torchvision", "timm", "accelerate", "deepspeed", "numpy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # a checkout that is run without being installed, or no DeepSpeed

@@ -198,8 +198,12 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
         )
     if why:
         raise RecipeError(f"train.sync_batchnorm is true, but {why}")
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    if any(type(layer).__module__.startswith("timm.") for layer in batchnorms(model).values()):
+        import timm
+
+        convert = timm.layers.convert_sync_batchnorm  # torch's would drop the activations that are part of timm's layers
+    return convert(model)
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

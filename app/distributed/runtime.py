@@ -5,9 +5,9 @@ machine without an accelerator every preset runs on CPU through gloo, sharded as
 error of one rank into the same error of all; `close` leaves no process hanging. `handshake` then checks what was built.
 
 The mesh's dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard`
-(shards of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp),
-with a dp_shard of size 1 if need be. Ranks of one node are neighbors: what is exchanged most, the innermost, stays within a
-node.
+(shards of a copy), `tp` (parts of every large matrix) and `cp` (parts of every sequence). HSDP has (dp_replicate, dp_shard),
+tensor parallelism (dp_shard, tp), with a dp_shard of size 1 if need be, and context parallelism (dp_shard, cp), where FSDP2
+shards the model over both. Ranks of one node are neighbors: what is exchanged most, the innermost, stays within a node.
 
 Messages of other libraries that appear at every start and that need no action are filtered by their text (torch 2.14,
 deepspeed 0.19.8); all others are shown.
@@ -124,12 +124,13 @@ class Runtime:
             ) from error
         del store
         self.mesh: DeviceMesh | None = self.accelerator.torch_device_mesh
-        """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
+        """The device mesh, if ranks have different tasks: (dp_replicate, dp_shard), (dp_shard, tp) or (dp_shard, cp)."""
         self._data_group: dist.ProcessGroup | None = None
         """Ranks over which values of samples are summed; None: all."""
-        if launched.tensor_parallel > 1:
-            shape = launched.data_ranks, launched.tensor_parallel
-            self.mesh = init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
+        if launched.processes_per_rank > 1:
+            shape = launched.data_ranks, launched.processes_per_rank
+            names = ("dp_shard", "tp" if launched.tensor_parallel > 1 else "cp")
+            self.mesh = init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=names)
             self._data_group = self.mesh.get_group("dp_shard")
         self._ranks = Ranks()
         # After Accelerate, which sets some of it.
@@ -216,7 +217,7 @@ class Runtime:
 
         Accelerate would copy each on the stream that computes; `app.data.loader` does it while that is at work.
         """
-        if self.launched.tensor_parallel == 1:
+        if self.launched.processes_per_rank == 1:
             return self.accelerator.prepare_data_loader(loader, device_placement=False)
         dealt = prepare_data_loader(
             loader,
@@ -264,8 +265,8 @@ def _time_out(hang_timeout_s: int | None) -> timedelta:
 def _build_accelerator(
     launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
 ) -> Accelerator:
-    # The preset's mesh has been read: to Accelerate a size of -1 is none, and tensor parallelism breaks in it (1.15,
-    # `_prepare_tp`, with transformers 5.23: ImportError).
+    # The preset's mesh has been read: to Accelerate a size of -1 is none, tensor parallelism breaks in it (1.15, `_prepare_tp`,
+    # with transformers 5.23: ImportError), and its context parallelism drops attention masks, so documents would mix.
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     copies = None
     if launched.replicas > 1:

@@ -58,6 +58,8 @@ class PassDraws:
         """Sample numbers of the pass, int64 [B], on its device; None: no training pass is under way."""
         self.passes = 0
         """Number of passes that have begun."""
+        self.part = 0
+        """Index of the part of each sample that this process computes; under context parallelism a sample has equal parts."""
         self.layers: list[SampleDropout] = []
         self.left: dict[str, str] = {}
         """Layers whose draws cannot belong to samples, and why."""
@@ -92,9 +94,10 @@ class PassDraws:
         if stream >= len(self._of_pass):
             self._of_pass = self._numbers(self.samples)
         mixed, factor = self._of_pass[stream]
-        if len(self._places) < count or self._places.device != self.samples.device:
-            self._places = _places(count, self.samples.device)
-        return torch.bitwise_xor(self._places[:count], mixed).mul_(factor)
+        first = self.part * count
+        if len(self._places) < first + count or self._places.device != self.samples.device:
+            self._places = _places(first + count, self.samples.device)
+        return torch.bitwise_xor(self._places[first : first + count], mixed).mul_(factor)
 
     def __deepcopy__(self, memo: object) -> PassDraws:
         return self  # layers of a copied model get the same passes

@@ -53,6 +53,8 @@ class Launched:
     """Copies of the model, each of which is sharded over world_size / replicas neighboring ranks; 1: no copies (fsdp2)."""
     tensor_parallel: int = 1
     """Neighboring ranks that compute the same samples together, each with a part of every large matrix (fsdp2)."""
+    context_parallel: int = 1
+    """Neighboring ranks that compute the same samples together, each with a part of every sequence (fsdp2)."""
     mixed_precision: str = "no"
     """The precision of the forward and backward pass, of PRECISIONS."""
     use_cpu: bool = False
@@ -69,20 +71,26 @@ class Launched:
     """Variables that Accelerate still needs in its environment: none where a launcher has set them."""
 
     @property
+    def processes_per_rank(self) -> int:
+        """Processes of each data-parallel rank, which compute the same samples together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def data_ranks(self) -> int:
-        """Ranks that divide the global batch among them: processes, or groups of tensor-parallel ones."""
-        return self.world_size // self.tensor_parallel
+        """Ranks that divide the global batch among them: processes, or groups of them."""
+        return self.world_size // self.processes_per_rank
 
     @property
     def data_rank(self) -> int:
         """Index of this process's group in 0..data_ranks-1; processes of one group get the same samples."""
-        return self.rank // self.tensor_parallel
+        return self.rank // self.processes_per_rank
 
     def divided(self) -> dict[str, int]:
         """Return in which ways other than by samples the work is divided, by the names that reports use. Empty: in none."""
         found = {"replicas": self.replicas} if self.replicas > 1 else {}
-        if self.tensor_parallel > 1:
-            found |= {"data_ranks": self.data_ranks, "tensor_parallel": self.tensor_parallel}
+        if self.processes_per_rank > 1:
+            sizes = {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+            found |= {"data_ranks": self.data_ranks, **{name: size for name, size in sizes.items() if size > 1}}
         return found
 
 
@@ -91,7 +99,7 @@ def read_job(environ: Mapping[str, str]) -> dict[str, Any]:
 
     What the environment does not show is None. Raises TopologyError for a time that is not a number.
     """
-    job = next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None)
+    job = next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "LSB_JOBID", "JOB_ID") if name in environ), None)
     times = {"submitted": SUBMIT_TIME, "allocated": START_TIME}
     return {"job": job, **{key: float(number(environ, name)) if name in environ else None for key, name in times.items()}}
 
@@ -141,6 +149,7 @@ def read(environ: Mapping[str, str]) -> Launched:
         strategy=strategy,
         replicas=sizes.replicas,
         tensor_parallel=sizes.tensor_parallel,
+        context_parallel=sizes.context_parallel,
         mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
         use_cpu=_is_true(environ, "ACCELERATE_USE_CPU"),
         end_time_s=end_time_s(environ),
@@ -154,8 +163,11 @@ def read(environ: Mapping[str, str]) -> Launched:
 def without_leftovers(environ: Mapping[str, str], *, say: Callable[[str], None]) -> dict[str, str]:
     """Return the environment without what an earlier `accelerate launch`, or a script for one, left in it, and report that.
 
-    Accelerate would believe it: it sets the variables of a preset's strategy, and unsets none of another.
+    Accelerate would believe it: it sets the variables of a preset's strategy, and unsets none of another. In a pod of Kubeflow,
+    RANK and WORLD_SIZE count pods and not processes: they are left out too.
     """
+    if "PET_NODE_RANK" in environ and "LOCAL_RANK" not in environ:
+        environ = {name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     leftovers = sorted(filter(_OF_ACCELERATE.fullmatch, environ))
     if leftovers:
         say(f"the preset decides, so these variables of the shell are not passed on: {said(environ, *leftovers)}")
@@ -239,6 +251,13 @@ class Sharding:
     """Copies of the model, each sharded over an equal number of processes (fsdp2)."""
     tensor_parallel: int = 1
     """Processes that split each large matrix (fsdp2)."""
+    context_parallel: int = 1
+    """Processes that split each sequence (fsdp2)."""
+
+    @property
+    def processes_per_rank(self) -> int:
+        """Processes of each data-parallel rank."""
+        return self.tensor_parallel * self.context_parallel
 
     def remedy(self, processes: int, *, on_cpu: bool) -> str:
         """Return what shards more than this does. `on_cpu`: the host computes, so that offloading to it gains nothing."""
@@ -247,7 +266,7 @@ class Sharding:
             return f"several {devices} with --preset fsdp2"
         if self.replicas > 1 or (self.kind != "fsdp2" and self.stage < 3):
             return "--preset fsdp2"
-        can_offload = self.tensor_parallel == 1 and not (self.offload or on_cpu)
+        can_offload = self.processes_per_rank == 1 and not (self.offload or on_cpu)
         return f"more {devices}" + (", or --preset deepspeed_zero3_offload" if can_offload else "")
 
     def what_to_change(self, processes: int, *, micro_batch: int, checkpoint_activations: str, on_cpu: bool) -> str:

@@ -151,19 +151,25 @@ _PREFIX = KEY.upper()
 DERIVED = -1
 """The size that is derived from the topology."""
 UNSUPPORTED = {
-    "cp_size": "context parallelism is not supported",
     "sp_size": "sequence parallelism is not supported",
     "pp_size": "pipelines are not supported (examples/gpipe shows one)",
 }
 
 
 class Degrees(NamedTuple):
-    """The sizes of tensor parallelism and of copies of a model."""
+    """The sizes of tensor and context parallelism and of copies of a model."""
 
     replicas: int = 1
     """Copies of it, each of which is sharded over world_size / replicas neighboring ranks; 1: no copies."""
     tensor_parallel: int = 1
     """Neighboring ranks that compute the same samples together, each with a part of every large matrix."""
+    context_parallel: int = 1
+    """Neighboring ranks that compute the same samples together, each with a part of every sequence."""
+
+    @property
+    def processes_per_rank(self) -> int:
+        """Processes of each data-parallel rank."""
+        return self.tensor_parallel * self.context_parallel
 
 
 def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node: int) -> Degrees:
@@ -174,7 +180,7 @@ def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node
     if environ.get(_IN_USE, "false").lower() not in ("true", "1"):
         return Degrees()
     sizes, origins = {}, {}
-    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", *UNSUPPORTED):
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", *UNSUPPORTED):
         origins[name] = variable = _PREFIX + name.upper()
         size = environ.get(variable, "1")
         if not re.fullmatch(r"-1|[1-9]\d*", size):
@@ -191,24 +197,26 @@ def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node
 def derived(sizes: Mapping[str, int], origins: Mapping[str, str], *, world_size: int, per_node: int) -> Degrees:
     """Return the degrees that follow from a preset's sizes; one that is not given is 1.
 
-    Raises PresetError for replicas with tensor parallelism, and TopologyError for sizes that do not divide the processes.
+    Raises PresetError for two of replicas, tensor and context parallelism, and TopologyError for sizes that do not divide the
+    processes.
     """
-    replicas, shards, tensor_parallel = (sizes.get(name, 1) for name in ("dp_replicate_size", "dp_shard_size", "tp_size"))
+    replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     named = {name: f"{KEY}{name} is {size} ({origins[name]})" for name, size in sizes.items()}
-    if replicas != 1 and tensor_parallel != 1:
+    others = [name for name in ("dp_replicate_size", "tp_size", "cp_size") if sizes.get(name, 1) != 1]
+    if len(others) > 1:
         raise PresetError(
-            f"{named['dp_replicate_size']} and {named['tp_size']}: replicas cannot be combined with tensor "
-            "parallelism; remove one of them"
+            f"{' and '.join(named[name] for name in others)}: replicas, tensor parallelism and context parallelism cannot be "
+            "combined; keep one of them"
         )
     copies = world_size // per_node if replicas == DERIVED else replicas
-    parts = per_node if tensor_parallel == DERIVED else tensor_parallel
-    for name, size in {"dp_replicate_size": copies, "tp_size": parts}.items():
+    tensor, context = (per_node if (size := sizes.get(name, 1)) == DERIVED else size for name in ("tp_size", "cp_size"))
+    for name, size in {"dp_replicate_size": copies, "tp_size": tensor, "cp_size": context}.items():
         if world_size % size:
             raise TopologyError(
                 f"{named[name]}, which does not divide the {world_size} "
                 f"process{'es' if world_size > 1 else ''}: choose another size, or another number of processes"
             )
-    left = world_size // (copies * parts)
+    left = world_size // (copies * tensor * context)
     if shards not in (1, DERIVED, left):
         raise TopologyError(f"{named['dp_shard_size']}, but {world_size} processes leave {left} for each copy: remove it")
     if copies > 1 and left == 1:
@@ -216,4 +224,4 @@ def derived(sizes: Mapping[str, int], origins: Mapping[str, str], *, world_size:
             f"{named['dp_replicate_size']}, and there are {world_size} processes: with one process per copy "
             "nothing is sharded. Use more processes per node, or multi_node.yaml, which keeps whole copies"
         )
-    return Degrees(copies, parts)
+    return Degrees(copies, tensor, context)

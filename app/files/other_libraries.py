@@ -1,4 +1,4 @@
-"""Loads what other programs wrote, through their libraries: models, tokenizers, data sets, pickled weights, arrays.
+"""Loads what other programs wrote, through their libraries: models, tokenizers, data sets, arrays.
 
 Every call that could run code of what it loads is in this module; tests/files/test_other_libraries.py finds calls elsewhere.
 Code of a folder or a repository is refused without a question on the terminal, and a pickle may hold only tensors and plain
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,14 +75,6 @@ def saved_data_set(folder: Path) -> Any:
     from datasets import load_from_disk
 
     return load_from_disk(str(folder))
-
-
-def pickled(path: Path) -> Any:
-    """Return what `torch.save` wrote, on the CPU: only tensors and plain containers. Raises anything for a broken pickle."""
-    import torch
-
-    # Torch's older files are no archives, and cannot be mapped.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def array(path: Path) -> Any:

@@ -92,6 +92,17 @@ def check(runtime: Runtime, model: nn.Module) -> None:
                 "because the model is sharded before Accelerate prepares it: remove them"
             )
         tensor_parallel.check(model, launched.tensor_parallel)
+    if launched.context_parallel > 1:
+        check_sequences(model, launched.context_parallel)
+
+
+def check_sequences(model: nn.Module, parts: int) -> None:
+    """Raise PresetError if a model on torch's meta device cannot compute with parts of sequences (`split_sequences`)."""
+    if not (hasattr(model, "split_sequences") and all(parameter.is_meta for parameter in model.parameters())):
+        raise PresetError(
+            f"context parallelism of {parts} processes needs the task causal_lm, whose models can split each sequence, and the "
+            f"model is a {type(model).__name__}: use fsdp2.yaml"
+        )
 
 
 def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
@@ -173,7 +184,10 @@ def offloads(accelerator: Accelerator) -> bool:
     return isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def _fill(runtime: Runtime, model: nn.Module, units: Units, note: Note) -> None:
+def _fill(runtime: Runtime, model: Any, units: Units, note: Note) -> None:
+    if runtime.launched.context_parallel > 1:
+        assert runtime.mesh is not None
+        model.split_sequences(runtime.mesh["cp"])
     if not can_shard(runtime):
         _fill_whole(model, units, note)
     elif runtime.launched.strategy == "deepspeed":

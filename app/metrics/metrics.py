@@ -242,7 +242,7 @@ class Metrics:
         own = torch.tensor([*times_s, float(self._memory_bytes())], dtype=torch.float64).to(sums.device)
         # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
         ranks: list[list[float]] = self._runtime.accelerator.gather(torch.cat([sums, own])[None]).tolist()
-        of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
+        of_data = ranks[:: self._runtime.launched.processes_per_rank]  # the others of a group have the same sums
         added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
         training_s, *parts_s, _ = (sum(column) for column in zip(*(rank[len(sums) :] for rank in ranks), strict=True))
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)

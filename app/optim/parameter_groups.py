@@ -200,9 +200,10 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     tokens, position embeddings and tables of relative positions, which are added, and the layer scales of ConvNeXt and logit
     scales of Swin v2, which are factors of single channels or heads. torch and torchvision call none of these `weight`, and
     every matrix `weight` or `in_proj_weight`. (Swin, arXiv:2103.14030, exempts its tables too; timm's models these all.)
+    transformers stacks the matrices of experts without calling them so; their biases, stacked, have two dimensions.
     """
     assert parameter.numel() > 0, f"{name} is empty: the optimizer was built after the model was sharded"
-    return parameter.ndim >= 2 and name.endswith("weight")
+    return parameter.ndim >= 2 and (name.endswith("weight") or (parameter.ndim == 3 and ".experts." in name))
 
 
 def by_muon(model: nn.Module, blocks: Collection[str]) -> frozenset[str]:

@@ -95,7 +95,8 @@ class Case:
     @property
     def shards(self) -> int:
         """Ranks over which a copy of the model is sharded by FSDP2, 0 without it."""
-        return self.data_ranks // self.sharding.replicas if self.sharding.kind == "fsdp2" else 0
+        ranks = self.data_ranks * self.sharding.context_parallel
+        return ranks // self.sharding.replicas if self.sharding.kind == "fsdp2" else 0
 
     @property
     def keeps_gradients(self) -> bool:
@@ -202,6 +203,7 @@ def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
         recomputes=case.recomputes,
         keeps_gradients=case.keeps_gradients,
         shards=case.shards,
+        context_parallel=case.sharding.context_parallel,
         channels_last=case.recipe.train.takes_channels_last(
             tensor_cores=case.device == "cuda" and is_half, preferred=blueprint.task.channels_last
         ),
@@ -292,4 +294,5 @@ def _sharding(runtime: Runtime) -> Sharding:
     else:
         devices = ((zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))
         offload = any(device not in (None, "none") for device in devices)
-    return Sharding(launched.strategy, zero.get("stage", 0), offload, launched.replicas, launched.tensor_parallel)
+    sizes = launched.replicas, launched.tensor_parallel, launched.context_parallel
+    return Sharding(launched.strategy, zero.get("stage", 0), offload, *sizes)

@@ -114,6 +114,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     from app.task import Form
 
     loaded, (torch_name, bytes_of_device) = recipe_file.load(options.recipe, options.overrides), find_device(options.device)
+    loaded = recipe_file.completed(loaded)
     per_s = {name: clock.peak_of(torch_name, mixed_precision=name, tf32=False) for name in presets.PRECISIONS}
     precision = options.mixed_precision or ("bf16" if per_s["bf16"] else "no")
     tasks.of(loaded.recipe).check_training()
@@ -132,8 +133,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     advice = []
     for number in options.devices:
         rows = _rows(assumed, number, options.presets, per_node=options.nodes_of)
-        fitting = [(row["sharding"]["offload"], row["checkpoint_activations"] == _BLOCKS, row) for row in rows if row["fits"]]
-        best = min(fitting, key=lambda it: it[:2], default=(False, False, None))[2]  # what shards less is earlier in rows
+        best = min((row for row in rows if row["fits"]), key=_cost, default=None)  # what shards less is earlier in rows
         cheapest = None if best is None else {**best, "command": _command(options, assumed, best)}
         advice.append({"devices": number, "cheapest": cheapest, "rows": rows})
     return {
@@ -167,11 +167,16 @@ def _rows(assumed: _Assumptions, number: int, chosen: Sequence[str], *, per_node
     return sorted(rows, key=lambda row: _order(Sharding(**row["sharding"])))
 
 
+def _cost(row: Row) -> tuple[object, ...]:
+    """Return what to avoid, most of all first: offloading, context parallelism, activation checkpointing."""
+    return row["sharding"]["offload"], row["sharding"]["context_parallel"] > 1, row["checkpoint_activations"] == _BLOCKS
+
+
 def _order(sharding: Sharding) -> tuple[object, ...]:
-    """Return the place in the order of what is sharded and sent: DDP, ZeRO-1, ZeRO-2, HSDP, FSDP2, ZeRO-3, tensor parallelism;
-    offloading is last."""
+    """Return the place in the order of what is sharded and sent: DDP, ZeRO-1, ZeRO-2, HSDP, FSDP2, ZeRO-3, tensor parallelism,
+    context parallelism; offloading is last."""
     is_fsdp2 = sharding.kind == "fsdp2"
-    most = (sharding.tensor_parallel > 1, sharding.stage == 3, is_fsdp2)
+    most = (sharding.context_parallel > 1, sharding.tensor_parallel > 1, sharding.stage == 3, is_fsdp2)
     return sharding.offload, *most, -sharding.replicas if is_fsdp2 else sharding.stage
 
 
@@ -192,7 +197,7 @@ def _row(assumed: _Assumptions, preset: Preset, number: int, nodes: int, activat
         row["sharding"] = asdict(sharding)
         if refusal := optimizers.refusal(assumed.recipe.optim.name, sharding.kind, sharding.tensor_parallel):
             raise PresetError(refusal)
-        data_ranks = number // sharding.tensor_parallel
+        data_ranks = number // sharding.processes_per_rank
         case = Case(assumed.recipe, sharding, 1, data_ranks, assumed.precision, recomputes=activations == _BLOCKS)
         samples = train.global_batch_size // data_ranks
         for size in range(group_size, BatchPlan.of(assumed.recipe, data_ranks).micro_batch + 1, group_size):

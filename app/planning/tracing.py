@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app import tasks
 from app.distributed import model_preparation, numerics, sample_dropout
 from app.errors import DataError, RecipeError
-from app.init.filling import transformers_unaware
+from app.init.filling import check_sequences, transformers_unaware
 from app.init.tensor_parallel import DIVIDED, check, rules_of
 from app.init.units import block_classes, places
 from app.optim import parameter_groups
@@ -208,6 +208,8 @@ class PassOptions(NamedTuple):
     """True if passes add up gradients in tensors of their own, and not in a bucket: then a second pass differs."""
     shards: int = 0
     """Ranks that FSDP2 shards the model over; 0: none."""
+    context_parallel: int = 1
+    """Ranks that split each sequence (FSDP2)."""
     channels_last: bool = False
 
 
@@ -270,7 +272,12 @@ class AllocationTracker(TorchDispatchMode):
         """Compute an operation, and count what it returns."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, with this rank's part
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:  # torch 2.14 cannot infer its shape in float32
+            rows, columns, offsets = (*args, *(kwargs or {}).values())[:3]
+            groups = () if columns.ndim == 3 else (len(offsets),)
+            result = rows.new_empty(*groups, rows.shape[-2], columns.shape[-1])
+        else:
+            result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._mode:  # not what DTensor computes to learn shapes
             name = func.__name__
             if name.startswith("_allgather_base_"):
@@ -336,10 +343,13 @@ def on_line(few: Mapping[str, Bytes], more: Mapping[str, Bytes], along: Fraction
 
 def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
     """Return `peaks` of a model that is traced with all of its blocks."""
-    model = copy.deepcopy(blueprint.model)  # before tensors have no data
+    model: Any = copy.deepcopy(blueprint.model)  # before tensors have no data
+    if how.context_parallel > 1:
+        check_sequences(model, how.context_parallel)
     dropout = sample_dropout.give_to_samples(model, 0)
     half = _HALVES.get(how.precision) if how.half_weights else None
-    with fake_group(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
+    group = fake_group(how.shards, how.context_parallel) if how.shards else nullcontext((None, None))
+    with group as (mesh, sequence_mesh), FakeTensorMode():
         bring_to_cpu(model, dtype=half)
         if how.recomputes:
             model_preparation.checkpoint_activations(model, blueprint.classes)
@@ -347,6 +357,8 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
             numerics.take_channels_last(model)
         if how.shards:
             _shard(model, mesh, how.precision, blueprint)
+        if how.context_parallel > 1:
+            model.split_sequences(sequence_mesh)
         order = torch.channels_last if how.channels_last else torch.contiguous_format
         form = Form(half or next(model.parameters()).dtype, order)
         if not how.half_weights and (computed := _HALVES.get(how.precision)):  # as Accelerate does
@@ -355,14 +367,20 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
 
 
 @contextmanager
-def fake_group(ranks: int) -> Iterator[Any]:
-    """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing; return its mesh."""
+def fake_group(ranks: int, context_parallel: int = 1) -> Iterator[tuple[Any, Any]]:
+    """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing.
+
+    Return its mesh, and that of the ranks that split the sequences of rank 0.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))  # it reads numbers, so no fake mode is on yet
+        shape = ranks // context_parallel, context_parallel
+        # It reads numbers, so no fake mode is on yet.
+        groups = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "cp"))
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)), groups["cp"]
     finally:
         dist.destroy_process_group()
 

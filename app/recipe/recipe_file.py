@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +28,7 @@ import yaml
 
 from app import tasks
 from app.errors import RecipeError, RunFolderError, did_you_mean
-from app.files import text_files
+from app.files import hub, text_files
 from app.recipe import task_file
 from app.recipe.kinds import Kind, Problem, is_null, kinds_in, sections_in, shown
 from app.recipe.schema import ALL_KEYS, ALTERNATIVES, Recipe, problems_of_mixture, sections_of
@@ -39,6 +39,8 @@ DEFAULT, _COMMAND_LINE = "default", "command line"
 _OF_NO_SECTION = ("seed", "task")
 _RENAMED = {"optim.cosine_steps": "optim.schedule_steps"}
 """Keys by their earlier names, which recipes and run folders can still have."""
+_REMOVED = ("model.revision", "model.download")
+"""Keys of an earlier version, which recipes and run folders can still have without a value."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class LoadedRecipe:
     """Name of the shipped recipe, or of the file without its ending."""
     origins: Mapping[str, str]
     """For each key: `default`, `FILE:LINE` or `command line`."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, one sentence each."""
+
+    @property
+    def left_to_model(self) -> set[str]:
+        """Keys that the recipe leaves out, and for which its model has values."""
+        return {key for key in getattr(self.recipe.sections, "model_keys", ()) if self.origins[key] == DEFAULT}
 
 
 # Keys, such as `seed` or `optim.lr`, from the dataclasses of `schema.py` and of the task -------------------------------------
@@ -88,6 +97,7 @@ def marked(name: str, task: str) -> frozenset[str]:
 
 def build(values: Mapping[str, Any]) -> Recipe:
     """Return a recipe with these values, by key, and defaults elsewhere. Raises RecipeError as `Recipe` does."""
+    values = renamed(values)
     task = values.get("task", tasks.DEFAULT)
     top = {key: value for key, value in values.items() if "." not in key}
     own: dict[str, Any] = {}
@@ -114,7 +124,42 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's values by the keys of this version."""
-    return {_RENAMED.get(key, key): value for key, value in values.items()}
+    return {_RENAMED.get(key, key): value for key, value in values.items() if key not in _REMOVED or value}
+
+
+def hub_places(recipe: Recipe) -> dict[str, str]:
+    """Return the values `hub:...` of a recipe, which name models of the hub, by key."""
+    values = flat(recipe)
+    return {key: values[key] for key in sorted(marked("hub", recipe.task)) if hub.parsed(values[key])}
+
+
+def with_places(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
+    """Return the recipe with other values of some keys of sections."""
+    for key, value in places.items():
+        section, _, name = key.partition(".")
+        holder = recipe.sections if section in own_sections(recipe.task) else recipe
+        changed = replace(holder, **{section: replace(getattr(holder, section), **{name: value})})
+        recipe = changed if holder is recipe else replace(recipe, sections=changed)
+    return recipe
+
+
+def with_commits_of(recipe: Recipe, run_dir: str | None, resume: str | None) -> Recipe:
+    """Return the recipe with the commits that the run to resume has recorded for its models of the hub.
+
+    A branch may have moved since. Another name or revision keeps its value, which `check_same_run` then refuses.
+    """
+    places = hub_places(recipe)
+    place = run_dir if resume in (None, "auto") else resume
+    if not places or place is None or resume == "never":
+        return recipe
+    run = Path(place).absolute()
+    run = run.parents[1] if run.parent.name == "checkpoints" else run  # the folder of a run, or of the run of a checkpoint
+    try:
+        recorded = hub_places(load(str(run / run_folder.RECIPE)).recipe)
+    except RecipeError:  # no run yet, or a recipe of another version
+        return recipe
+    same = {key for key in places.keys() & recorded if hub.revision(places[key]) == hub.revision(recorded[key])}
+    return with_places(recipe, {key: recorded[key] for key in same})
 
 
 def _suggest(key: str, task: str) -> str:
@@ -225,6 +270,27 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     with suppress(RunFolderError):  # a run's own recipe keeps its name
         name = str(run_folder.read_json(path.parent / run_folder.RUN).get("recipe", name))
     return LoadedRecipe(recipe, name, origins)
+
+
+def completed(loaded: LoadedRecipe) -> LoadedRecipe:
+    """Return a recipe in which keys that it leaves to its model have the model's values.
+
+    A note names other values of the model. Imports the task, and with it torch, if there are such keys. Raises RecipeError.
+    """
+    left_out = loaded.left_to_model
+    if not left_out:
+        return loaded
+    sections, origins, unlike = loaded.recipe.sections, dict(loaded.origins), []
+    found, origin = tasks.of(loaded.recipe).model_defaults(left_out, loaded.recipe.train.init_from)
+    for key, value in found.items():
+        section, _, name = key.partition(".")
+        if key in left_out:
+            sections = replace(sections, **{section: replace(getattr(sections, section), **{name: value})})
+            origins[key] = origin
+        elif attrgetter(key)(sections) != value:
+            unlike.append(f"{key}={_yaml([*value] if isinstance(value, tuple) else value)}")
+    notes = (f"{origin} has {', '.join(unlike)}; the recipe sets other values",) * bool(unlike)
+    return replace(loaded, recipe=replace(loaded.recipe, sections=sections), origins=origins, notes=notes)
 
 
 def _with_origins(problem: str, keys: Sequence[str], origins: Mapping[str, str]) -> str:
@@ -345,6 +411,8 @@ def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str
     given: dict[str, _Given] = {}
     for name, item in entries:
         key = _RENAMED.get(name, name)
+        if key in _REMOVED and shown(item.node) in ("null", "false"):
+            continue
         if key in given:
             first, both = given[key], f"{shown(given[key].node)} and {shown(item.node)}"
             where = f"{first.origin} and {item.origin}" if item.origin != first.origin else f"{item.origin}: {both}"

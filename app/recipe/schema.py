@@ -11,6 +11,7 @@ memory is used, or in which order a kernel adds;
 `places`: paths of something whose fingerprint is compared, so that a resumed run may find it elsewhere; of a list of mappings,
 the `path` of each;
 `contents`: files whose content, and not their name, decides what is trained;
+`hub`: paths that can be a model of the hub, `hub:OWNER/NAME@REVISION`;
 `by_step`: lists of changes, each with the step `from_step` that it begins with: a resumed run may have others beyond its step.
 
 Standard library only: it is read on login nodes, before torch is there.
@@ -27,6 +28,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from app import tasks
 from app.errors import RecipeError
+from app.files import hub
 from app.recipe import optimizers, task_file
 from app.recipe.kinds import NOT_NEGATIVE, POSITIVE, SHARE, Problem, Range, out_of_range, problem
 
@@ -47,6 +49,7 @@ class TrainRecipe:
         "checkpoint_activations", "max_skipped_steps", "deterministic", "download",
     )  # fmt: skip
     places: ClassVar[tuple[str, ...]] = ("init_from",)
+    hub: ClassVar[tuple[str, ...]] = ("init_from",)
 
     global_batch_size: Annotated[int, POSITIVE] = 128
     """Samples per optimizer step, summed over all processes."""
@@ -100,15 +103,17 @@ class TrainRecipe:
     """Use only deterministic kernels: the same devices give the same bits each time. Slower; an operation without such a
     kernel is an error."""
     init_from: str | None = None
-    """Initial weights, for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a checkpoint, a
-    transformers folder, or torchvision:NAME for published weights, such as torchvision:ResNet50_Weights.IMAGENET1K_V2. `~` and
+    """Initial weights, for fine-tuning (docs/checkpoints.md): a safetensors, .pth or .ckpt file, a run folder, a checkpoint, a
+    folder of transformers, timm, Accelerate, DCP or DeepSpeed, hub:OWNER/NAME or hub:OWNER/NAME@REVISION for a model of the
+    Hugging Face hub, or torchvision:NAME for published weights, such as torchvision:ResNet50_Weights.IMAGENET1K_V2. `~` and
     variables are expanded. None: random weights from the seed."""
     init_allow: tuple[str, ...] | None = None
     """Name patterns, such as decoder.*, of parameters that may differ from train.init_from. Parameters that are missing there
     or have another shape keep their random weights; parameters that the model lacks are ignored. The last layer may always
     differ."""
     download: bool = False
-    """Allow one process per node to download the published weights of train.init_from."""
+    """Allow one process per node to download what train.init_from, or model.path of a language model, names on the hub, or the
+    published weights of train.init_from."""
     freeze: tuple[str, ...] | None = None
     """Name patterns, such as features.*, of parameters to freeze. None: all are trained."""
 
@@ -318,7 +323,7 @@ class Recipe:
         `~` and variables are not filled in.
         """
         begins_with = self.train.init_from
-        own = {} if begins_with is None or begins_with.startswith(PUBLISHED) else {"train.init_from": begins_with}
+        own = {} if begins_with is None or begins_with.startswith((PUBLISHED, hub.PREFIX)) else {"train.init_from": begins_with}
         return {**self.sections.inputs, **own}
 
 
@@ -364,6 +369,8 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "give one of them", *pair)
     if train.init_allow is not None and train.init_from is None:
         yield problem(recipe, "init_allow needs init_from", "train.init_allow", "train.init_from")
+    if hub.is_malformed(train.init_from):
+        yield problem(recipe, hub.EXPECTED, "train.init_from")
     spans = train.skip_steps or ()
     if any(first < 1 or first >= end for first, end in spans) or any(end > first for (_, end), (first, _) in pairwise(spans)):
         words = "it must list ranges of steps from 1 on, each with its first step and the step after its last, in order"
@@ -388,8 +395,8 @@ class BatchPlan:
     """How the global batch is divided: `global_batch_size = micro_batch x accumulation x data_ranks`.
 
     The global batch belongs to the recipe and never changes; the other three are derived here, so that every topology sees the
-    same samples in the same step. A data-parallel rank is a process; under tensor parallelism it is a group of them, which
-    compute the same samples together.
+    same samples in the same step. A data-parallel rank is a process; under tensor or context parallelism it is a group of
+    them, which compute the same samples together.
     """
 
     global_batch_size: int
@@ -398,7 +405,7 @@ class BatchPlan:
     """Data-parallel ranks, which divide the batch."""
     accumulation: int
     """Forward passes of each rank in one optimizer step."""
-    tensor_parallel: int = 1
+    processes_per_rank: int = 1
     """Processes of each rank."""
     is_auto: bool = False
     """True if the next start of the run may have a smaller micro-batch (`train.max_micro_batch=auto`)."""
@@ -410,7 +417,7 @@ class BatchPlan:
 
     def __str__(self) -> str:
         """`global batch 64 = micro-batch 16 x accumulation 2 x 2 processes`."""
-        several, each = self.data_ranks > 1, self.tensor_parallel
+        several, each = self.data_ranks > 1, self.processes_per_rank
         ranks = f"data-parallel rank{'s' * several} of {each} processes" if each > 1 else f"process{'es' * several}"
         batches = f"micro-batch {self.micro_batch}{' (auto)' * self.is_auto} x accumulation {self.accumulation}"
         return f"global batch {self.global_batch_size} = {batches} x {self.data_ranks} {ranks}"
@@ -421,7 +428,7 @@ class BatchPlan:
         return max(self.data_ranks * self.accumulation, 1 + self.is_auto)
 
     @classmethod
-    def of(cls, recipe: Recipe, data_ranks: int, *, tensor_parallel: int = 1, most: int | None = None) -> BatchPlan:
+    def of(cls, recipe: Recipe, data_ranks: int, *, processes_per_rank: int = 1, most: int | None = None) -> BatchPlan:
         """Return the plan with the fewest forward passes whose micro-batch is at most `train.max_micro_batch` samples.
 
         If that is auto, it is at most `most`; None: as large as the global batch allows.
@@ -439,18 +446,18 @@ class BatchPlan:
             return None if rest else next(fitting, None)
 
         if accumulation := passes(data_ranks):
-            sizes = {"global_batch_size": global_batch_size, "data_ranks": data_ranks, "tensor_parallel": tensor_parallel}
+            sizes = {"global_batch_size": global_batch_size, "data_ranks": data_ranks, "processes_per_rank": processes_per_rank}
             return cls(**sizes, accumulation=accumulation, is_auto=is_auto)
         legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and passes(size)]
         near = sorted(sorted(legal, key=lambda size: abs(size - data_ranks))[:8])
-        choices = ", ".join(str(size * tensor_parallel) for size in near)
+        choices = ", ".join(str(size * processes_per_rank) for size in near)
         remedy = f"use {choices} processes, or" if choices else "no number of processes works:"
         conditions = (
             f"equal micro-batches of a multiple of {group_size} ({why_grouped})" if group_size > 1 else "equal micro-batches"
         )
         if max_micro_batch is not None:
             conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
-        ranks = f"{data_ranks} data-parallel ranks of {tensor_parallel}" if tensor_parallel > 1 else f"{data_ranks}"
+        ranks = f"{data_ranks} data-parallel ranks of {processes_per_rank}" if processes_per_rank > 1 else f"{data_ranks}"
         raise RecipeError(
             f"train.global_batch_size is {global_batch_size}, which {ranks} processes cannot split into {conditions}: "
             f"{remedy} change train.global_batch_size (a multiple of {data_ranks * group_size} always works)"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from app.files import hub
 
 FILE = "README.md"
 LOADED_BY_US = """\
@@ -37,6 +38,8 @@ class CardFacts:
     use: str = LOADED_BY_US
     also: str = ""
     """Further notes for a user, as Markdown."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that describe the model to other libraries, by name."""
 
 
 def written(card: CardFacts, weights: Mapping[str, Any]) -> bytes:
@@ -75,7 +78,7 @@ Trained with Samerun on {card.data}{begun}: {steps:,} steps of {batch:,} {card.s
 ## Share
 
 ```bash
-hf upload USER/NAME THIS_FOLDER
+hf upload USER/NAME THIS_FOLDER  # or samerun export RUN --push USER/NAME
 ```
 """.encode()
 
@@ -84,11 +87,11 @@ def _front(card: CardFacts, weights: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData  # here: the first step need not wait for it
 
     # The hub refuses a base model that is not one of its own names, such as a folder.
-    base = weights["recipe"].get("model.path") if weights["recipe"]["train.init_from"] else None
+    base = hub.parsed(weights["recipe"]["train.init_from"])
     data = ModelCardData(
         library_name=card.library,
         license="unknown",
-        base_model=base if base and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) else None,
+        base_model=base.name if base else None,
         pipeline_tag=card.pipeline,
         tags=["samerun"],
         datasets=[card.dataset] if card.dataset else None,

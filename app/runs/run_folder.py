@@ -235,15 +235,19 @@ class ProcessFailure:
         return f"{self.name} was ended by {sent}" + (", possibly out of memory" if sent == "SIGKILL" else "")
 
 
-def record_failure(folder: Path | None, failure: ProcessFailure) -> None:
-    """Write a failure into the folder of its start, if there is one. Where it cannot be written, stderr alone has it."""
+def record_failure(folder: Path | None, failure: ProcessFailure, name: str = "") -> None:
+    """Write a failure into the folder of its start, if there is one. Where it cannot be written, stderr alone has it.
+
+    `name` of the file is by default the rank of the process that failed or the node of the launcher that noticed.
+    """
     if folder is None:
         return
     by_itself = failure.error and failure.rank is not None
+    name = name or (f"rank-{failure.rank:05d}" if by_itself else f"node-{failure.host}")
     with suppress(OSError, RunFolderError):
         folder.parent.mkdir(exist_ok=True)  # not the run folder: a user may have removed it
         folder.mkdir(exist_ok=True)
-        write_json(folder / f"{f'rank-{failure.rank:05d}' if by_itself else f'node-{failure.host}'}.json", asdict(failure))
+        write_json(folder / f"{name}.json", asdict(failure))
 
 
 @dataclass

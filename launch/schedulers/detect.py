@@ -14,7 +14,7 @@ from app.environment.slurm_variables import is_in_step
 from app.environment.started_ranks import STARTERS
 from app.environment.topology import Topology, said
 from app.errors import TopologyError
-from launch.schedulers import hosts, pbs, slurm
+from launch.schedulers import hosts, pbs, platforms, slurm
 from launch.schedulers.hosts import Allocation, Job
 
 
@@ -34,9 +34,8 @@ def find(
     _refuse_other_starters(environment)
     per_node = processes if processes_per_node is None else processes_per_node
     requested: dict[str, Any] = {"processes_per_node": per_node, "nodes": nodes}
-    allocation = (
-        hosts.find(environment, **requested) or slurm.find(environment, **requested) or pbs.find(environment, **requested)
-    )
+    found = (module.find(environment, **requested) for module in (hosts, slurm, pbs, platforms))
+    allocation = next(filter(None, found), None)
     if allocation and processes is not None and allocation.topology.num_nodes > 1:
         raise TopologyError(
             f"--processes is {processes}, which is for one machine, but {allocation.scheduler} has "
@@ -87,7 +86,7 @@ def processes_per_node(total: int, num_nodes: int, by_hand: int | None) -> int:
 
 def job(environment: Mapping[str, str]) -> Job | None:
     """Return the scheduler's job that `environment` is part of, or None."""
-    return slurm.find_job(environment) or pbs.find_job(environment)
+    return slurm.find_job(environment) or pbs.find_job(environment) or platforms.find_job(environment)
 
 
 def _refuse_other_starters(environment: Mapping[str, str]) -> None:

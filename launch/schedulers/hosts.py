@@ -36,10 +36,11 @@ STARTER = "SAMERUN_STARTER"
 STARTERS: Mapping[str, tuple[str, ...]] = {
     "pbs_tmrsh": ("pbs_tmrsh", "{host}"),
     "mpiexec": ("mpiexec", "-n", "1", "--hosts", "{host}"),
+    "blaunch": ("blaunch", "-no-shell", "{host}"),
     "ssh": ("ssh", "-o", "BatchMode=yes", "{host}"),
 }
-"""Words that, put before a command, run it on a host. `mpiexec` is Cray PALS's, MPICH's and Intel MPI's. pbsdsh is missing
-because it always ends with exit code 0; pbs_tmrsh ends with the command's."""
+"""Words that, put before a command, run it on a host. `mpiexec` is Cray PALS's, MPICH's and Intel MPI's, `blaunch` LSF's.
+pbsdsh is missing because it always ends with exit code 0; pbs_tmrsh ends with the command's."""
 
 ATTEMPT = "SAMERUN_ATTEMPT"
 """Variable: the start of a run that a process belongs to: a random word, and after a dash how many starts were before it."""

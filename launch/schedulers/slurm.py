@@ -12,6 +12,10 @@ The variables, and how they are read: `app/environment/slurm_variables.py`. A ta
 - A requeued job waits 120 s (`batch_requeue_fini` in slurmctld), unless its StartTime is in the future by then: this can be
   set by the job itself, as soon as it has been requeued and while its processes still end.
 - There is no SLURM_JOB_END_TIME before 23.02.
+- With `sbatch --no-kill`, Slurm removes a node that it declares DOWN (after SlurmdTimeout, 300 s by default) from the job and
+  kills the step that used it; the job keeps running on the others. The srun of that step ends only then, even if its tasks on
+  the other nodes failed long before. A step that has --no-kill itself is not ended: its other tasks wait for the lost ones.
+- If the lost node is the first, nothing runs the batch script any more, and the job idles to its time limit (`guard`).
 """
 
 from __future__ import annotations
@@ -20,19 +24,22 @@ import functools
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from app.environment.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step, is_shell
+from app.environment.slurm_variables import JOB, STEP, UNSET, Slurm, hosts_of, is_in_step, is_shell
 from app.environment.topology import HOST_SUFFIX, Topology, number, port_of_job, short, with_suffix
 from app.errors import TopologyError
-from launch.schedulers.hosts import Allocation, Job, NotDoneError, Times, ask, count_accelerators, uneven
+from launch.schedulers.hosts import ATTEMPT, Allocation, Job, NotDoneError, Times, ask, count_accelerators, uneven
 
 _HOLD_S = 15
 """Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take
 longer, Slurm holds the job for its 120 s."""
+_GUARD_EVERY_S = 30.0
+"""Time between two requests of a guard to slurmctld."""
 
 Scontrol = Callable[[Sequence[str]], str]
 """Runs scontrol with these arguments and returns what it prints. Raises NotDoneError with its error output if it fails."""
@@ -88,7 +95,7 @@ def find(
 
 def _check(slurm: Slurm, hostname: str, has_srun: bool) -> None:
     job, node = slurm.said(JOB.job_id), slurm.environment.get(JOB.node, "")
-    if not has_srun and (not slurm.in_task or short(node) != short(hostname)):
+    if not has_srun and ATTEMPT not in slurm.environment and (not slurm.in_task or short(node) != short(hostname)):
         raise TopologyError(
             f"{slurm.said(JOB.job_id, JOB.node)}, but this machine is {hostname} and has no srun: the variables are left over "
             f"from a job, or were copied. {UNSET}"
@@ -205,6 +212,32 @@ def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str
         return ("srun", *options), "this shell is on one node only"
     where = "the shell of salloc is on no node of the job" if slurm.in_salloc else "a batch script runs on the first node only"
     return ("srun", *options), where
+
+
+def on_hosts(allocation: Allocation, hosts: Sequence[str], environment: Mapping[str, str]) -> Allocation:
+    """Return the allocation on these of its nodes, where an earlier step may still be ending.
+
+    Slurm keeps the resources of a step until all its nodes have confirmed its end or are DOWN: --overlap shares them.
+    """
+    changed, count = ("--nodes=", "--ntasks=", "--nodelist=", "--overlap"), len(hosts)
+    start = [word for word in allocation.start if not word.startswith(changed)]
+    start += [f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(hosts)}", "--overlap"]
+    head = with_suffix(hosts[0], environment)
+    topology = replace(allocation.topology, num_nodes=count, hosts=tuple(hosts), head_address=head)
+    return replace(allocation, topology=topology, start=tuple(start))
+
+
+def guard(first_node: str, job_id: str, name: str, requeues: int) -> None:
+    """Wait until Slurm has removed the first node from the job, then requeue the job. `requeues` counts its earlier requeues.
+
+    `name` is the job's id or, of a task of an array, `14_3`.
+    """
+    while True:
+        with suppress(NotDoneError, KeyError):  # slurmctld might be restarting
+            if first_node not in hosts_of(_fields(job_id, run_scontrol)["NodeList"]):
+                _requeue(job_id, name, requeues, run_scontrol, ())
+                return
+        time.sleep(_GUARD_EVERY_S)
 
 
 def find_job(environment: Mapping[str, str], *, scontrol: Scontrol = run_scontrol) -> Job | None:

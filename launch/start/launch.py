@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.environment import host
-from app.environment.topology import ERRORS, MICRO_BATCH, Topology
+from app.environment.topology import ERRORS, MICRO_BATCH, Topology, listed
 from app.errors import STOPPED, HangError, LackOfMemoryError, SamerunError, TrainingError, UsageError
 from app.files.text_files import parsed
 from app.options import Parser, above_zero
@@ -37,7 +37,7 @@ from launch.node_command import accelerate_argv, one_process_argv
 from launch.run_module import program
 from launch.schedulers import detect
 from launch.schedulers.hosts import ATTEMPT, NotDoneError, count_accelerators
-from launch.start import supervise
+from launch.start import spares, supervise
 from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
 from launch.start.resolved import Resolved, add_processes, checked, default_preset, set_processes, with_port
 from launch.start.supervise import Ending
@@ -54,7 +54,8 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
             say(line)
         sys.stdout.writelines(resolved.dry_run())
         return 0
-    over = run_folder.finished(resolved.run_dir, resolved.resume, recipe_file.digest(resolved.loaded.recipe))
+    recipe = recipe_file.with_commits_of(resolved.loaded.recipe, resolved.run_dir, resolved.resume)
+    over = run_folder.finished(resolved.run_dir, resolved.resume, recipe_file.digest(recipe))
     if over and "--print-recipe" not in resolved.passed_on:
         say(over)
         return 0
@@ -96,7 +97,7 @@ def resume(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
                 f"{folder} ran on {nodes} nodes, and this is not within a job: submit it again with `samerun submit --nodes "
                 f"{nodes} --run-dir {folder} ...`, or give --processes N to continue it on this machine"
             )
-        found |= {f"--{it.replace('_', '-')}": about.get(it) for it in ("tensor_parallel", "replicas")}
+        found |= {f"--{it.replace('_', '-')}": about.get(it) for it in ("tensor_parallel", "context_parallel", "replicas")}
         found["--processes"] = about.get("world_size")
     start = [str(word) for pair in found.items() if pair[1] and pair[0] not in given for word in pair]
     say(shlex.join(["samerun", "launch", *start, *words]))
@@ -215,9 +216,19 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         command = attempt.start_argv() if is_elsewhere else attempt.local_argv(exported)
         variables = {ATTEMPT: mark, ERRORS: str(errors)}
         variables |= {MICRO_BATCH: str(resolved.plan.micro_batch)} if resolved.plan.is_auto else {}
-        ending = supervise.run(command, exported | variables, errors=errors, resume=resume)
+        with spares.guarded(attempt, environment):
+            ending = supervise.run(command, exported | variables, errors=errors, resume=resume)
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             host.kill_all_with(ATTEMPT, mark)
+        lost = spares.lost_nodes(resolved, errors, environment) if ending.exit_code and not ending.signals else []
+        if lost and not ending.signals:  # one might come during the search
+            left = spares.without(resolved, lost, environment)
+            if left is None:
+                return _requeue(resolved, f"lost {listed(lost)} and cannot continue in this job", ending, say)
+            resolved = left
+            on = listed(resolved.topology.hosts)
+            say(f"the run lost {listed(lost)}, and resumes from its newest checkpoint on {on}")
+            continue
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if _may_restart(ending) and limit != resource.RLIM_INFINITY:
             say(f"the address space is limited to {limit / 2**30:.1f} GiB, which may be the cause: try `ulimit -v unlimited`")
@@ -235,7 +246,7 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         # On other nodes their own launcher looks for the outcome.
         outcome = file.read(ending.exit_code, is_required=resolved.writes_outcome and not is_elsewhere)
         if outcome is not None and outcome.outcome == "stopped":
-            return _after_stop(resolved, outcome, ending, say)
+            return _requeue(resolved, outcome, ending, say, is_wanted=outcome.go_on)
         if outcome is not None or restarts == max_restarts or not _may_restart(ending):
             return ending.exit_code
         restarts += 1
@@ -252,7 +263,7 @@ def _with_less(resolved: Resolved, run_dir: Path, mark: str, *, on_cpu: bool) ->
     with suppress(OSError, ValueError, LookupError, TypeError):  # it did not come as far as the run folder
         has_begun = Path(run_folder.last_start(run_dir)["errors"]).name == mark
     if has_begun and size // 2 >= recipe.sections.group_size:
-        smaller = BatchPlan.of(recipe, plan.data_ranks, tensor_parallel=plan.tensor_parallel, most=size // 2)
+        smaller = BatchPlan.of(recipe, plan.data_ranks, processes_per_rank=plan.processes_per_rank, most=size // 2)
         return replace(resolved, plan=smaller)
     what = f"with {size} sample{'s' * (size > 1)} per forward pass" if has_begun else "before its first forward pass"
     raise LackOfMemoryError(
@@ -278,10 +289,10 @@ def _may_restart(ending: Ending) -> bool:
     return ending.exit_code not in {0, *mistakes} and not ending.signals
 
 
-def _after_stop(resolved: Resolved, outcome: RunOutcome, ending: Ending, say: Callable[[str], None]) -> int:
-    """Have the scheduler run the job again if the run is to continue, or report how to resume it."""
+def _requeue(resolved: Resolved, what: object, ending: Ending, say: Callable[[str], None], *, is_wanted: bool = True) -> int:
+    """Have the scheduler run the job again if that `is_wanted`, or report how to resume the run. `what` has happened to it."""
     job, max_requeues = resolved.job, resolved.options.max_requeues
-    if not outcome.go_on:
+    if not is_wanted:
         why_not = ""
     elif job is None or job.requeue is None:
         why_not = "nothing here restarts it automatically. "
@@ -293,9 +304,9 @@ def _after_stop(resolved: Resolved, outcome: RunOutcome, ending: Ending, say: Ca
         except NotDoneError as error:
             why_not = f"{error}. "
         else:
-            say(f"the run {outcome}; {requeued}, {job.requeues + 1} of at most {max_requeues} times")
+            say(f"the run {what}; {requeued}, {job.requeues + 1} of at most {max_requeues} times")
             return 0
-    say(f"the run {outcome}. {why_not}To resume it: {resolved.resume_command()}")
+    say(f"the run {what}. {why_not}To resume it: {resolved.resume_command()}")
     return STOPPED
 
 

@@ -17,6 +17,7 @@ from app import tasks
 from app.environment.launched import NO_FP16_ON_CPU, end_time_s
 from app.environment.topology import MICRO_BATCH, Degrees, Topology, listed, number
 from app.errors import CheckpointError, DataError, PresetError, RunFolderError, SamerunError, TopologyError, TrackerError
+from app.files import hub
 from app.options import Parser, add_recipe, add_resume, add_training, not_negative, positive, precision, trackers, whole
 from app.options import parser as training_parser
 from app.recipe import optimizers
@@ -28,8 +29,10 @@ from launch import preset
 from launch.node_command import accelerate_argv, one_process_argv
 from launch.preset import PRECISIONS, Preset, requested_sizes
 from launch.run_module import program
-from launch.schedulers import detect
+from launch.schedulers import detect, slurm
 from launch.schedulers.hosts import ATTEMPT, Allocation, Job, Times, count_accelerators
+from launch.schedulers.platforms import KUBEFLOWS
+from launch.start import containers
 
 _NOT_COUNTED = ("/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel", "/System")
 """Files of machines that may have GPUs other than those that `count_accelerators` counts: AMD, Intel, WSL, and macOS."""
@@ -56,6 +59,13 @@ class Resolved:
     """The words that are app.train's."""
     earlier_starts: int
     """Starts of the run before this one, after which it was restarted or requeued."""
+    spares: tuple[str, ...] = ()
+    """Nodes of the job that replace lost ones."""
+
+    @property
+    def survives_lost_nodes(self) -> bool:
+        """True if the run continues on other nodes of its job after a node is lost."""
+        return bool(self.options.spares or self.options.min_nodes)
 
     @property
     def is_task(self) -> bool:
@@ -102,7 +112,8 @@ class Resolved:
         assert self.allocation is not None
         added = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
         added += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
-        return [*self.allocation.start, *program("launch.cli"), "launch", *added, *self.argv]
+        inside = ["samerun"] if self.options.container_image else program("launch.cli")
+        return [*self.allocation.start, *inside, "launch", *added, *self.argv]
 
     def resume_command(self) -> str:
         """Return what a user types to resume the run."""
@@ -121,7 +132,9 @@ class Resolved:
         return "auto" if self.earlier_starts and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
 
     def with_threads(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment with what torchrun would set under DeepSpeed, and announce in six lines."""
+        """Return the environment with what torchrun would set under DeepSpeed, and announce in six lines; and without
+        Kubeflow's variables, which torchrun would use where `accelerate launch` gives it no option."""
+        environment = {name: value for name, value in environment.items() if name not in KUBEFLOWS}
         is_torchruns = self.preset.strategy == "deepspeed" and self.topology.processes_per_node > 1
         return {**({"OMP_NUM_THREADS": "1"} if is_torchruns and not self.is_started_elsewhere else {}), **environment}
 
@@ -142,11 +155,15 @@ class Resolved:
         if self.allocation and self.allocation.start:
             where = f"{self.allocation.scheduler} on {listed(self.topology.hosts)}"
             say(f"{where}; {self.allocation.start_origin}, so {self.allocation.start[0]} starts it on each node")
+        if self.spares:
+            say(f"spare nodes: {listed(self.spares)}")
 
     def dry_run(self) -> Iterator[str]:
         """Yield the lines of --dry-run: the command of this process and, across an allocation, of each node."""
         yield shlex.join(self.command()) + "\n"
-        for node_rank, host in enumerate(self.topology.hosts if self.is_started_elsewhere else ()):
+        # An image has its own Python and presets.
+        are_known = self.is_started_elsewhere and not self.options.container_image
+        for node_rank, host in enumerate(self.topology.hosts if are_known else ()):
             yield f"# node {node_rank}, {host}:\n{shlex.join(self.accelerate_argv(node_rank))}\n"
 
     def origins(self, environment: Mapping[str, str]) -> Iterator[str]:
@@ -163,7 +180,12 @@ class Resolved:
 
 
 def problems(
-    training: argparse.Namespace, *, run_dir: str | None, resume: str | None, inputs: Mapping[str, str | None]
+    training: argparse.Namespace,
+    *,
+    run_dir: str | None,
+    resume: str | None,
+    inputs: Mapping[str, str | None],
+    in_image: bool = False,
 ) -> Iterator[SamerunError]:
     """Yield errors that the run would end with: how it is started is in `training`, but for its folder and --resume.
 
@@ -171,7 +193,7 @@ def problems(
     as whether a checkpoint is whole, is left to it.
     """
     try:
-        trackers(training.trackers)
+        trackers(training.trackers, in_image=in_image)
     except TrackerError as error:
         yield error
     if run_dir and (problem := unwritable(Path(run_dir))):
@@ -190,7 +212,7 @@ def problems(
     yield from map(DataError, missing({key: path for key, path in inputs.items() if key != "train.init_from"}))
     # A resumed run does not read the weights that it began with, which may be gone since.
     if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):
-        which = "give a file of weights, a run folder or a checkpoint, or torchvision:NAME"
+        which = "give a file of weights, a run folder or a checkpoint, hub:OWNER/NAME or torchvision:NAME"
         yield CheckpointError(f"train.init_from is {init_from}: there is no such file or folder; {which}")
 
 
@@ -200,7 +222,8 @@ def missing(inputs: Mapping[str, str | None]) -> Iterator[str]:
         if path is None:
             yield f"{key} is not given, and the recipe has no data without it: give {key}=PATH"
         elif not os.access(os.path.expandvars(Path(path).expanduser()), os.R_OK):
-            yield f"{key} is {path!r}: no such file or folder, or it cannot be read. Correct it"
+            hint = f", or write hub:{path} for a model of the hub" if key == "model.path" and hub.parsed(f"hub:{path}") else ""
+            yield f"{key} is {path!r}: no such file or folder, or it cannot be read. Correct it{hint}"
 
 
 def unwritable(folder: Path) -> str | None:
@@ -239,6 +262,9 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     set_processes(options, environment, nodes=options.nodes)
     counts = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
     allocation = detect.find(environment, **counts)
+    spares: tuple[str, ...] = ()
+    if (options.spares or options.min_nodes) and not (allocation and allocation.is_task):
+        allocation, spares = _set_aside(allocation, options, environment)
     job = detect.job(environment) if allocation else None
     chosen = preset.from_options(options)
     origin = "--preset" if options.preset else "the preset for replicas or tensor parallelism; --preset overrides it"
@@ -255,30 +281,35 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe, training.overrides)
     is_auto = loaded.recipe.train.max_micro_batch == "auto"
-    if allocation and allocation.is_task and (options.max_restarts or is_auto) and ATTEMPT not in environment:
-        wish = f"--max-restarts is {options.max_restarts}" if options.max_restarts else "train.max_micro_batch is auto"
-        raise TopologyError(
-            f"{wish}, but a task started by srun cannot restart the other nodes: leave out srun, because `samerun launch` "
-            "calls it itself in a batch script or salloc"
-        )
+    wishes = {"--max-restarts": options.max_restarts, "--spares": options.spares, "--min-nodes": options.min_nodes}
+    wishes["train.max_micro_batch"] = "auto" if is_auto else None
+    wish = next((f"{name} is {value}" for name, value in wishes.items() if value), None)
+    if allocation and allocation.is_task and wish and ATTEMPT not in environment:
+        if not job:  # of SkyPilot or Kubeflow
+            raise TopologyError(f"{wish}, but `samerun launch` runs on each node and cannot restart the others: restart all")
+        remedy = "leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
+        raise TopologyError(f"{wish}, but a task started by srun cannot restart the other nodes: {remedy}")
     has_gpu = count_accelerators(environment)[0] > 0 or any(map(os.path.exists, _NOT_COUNTED))
     if (options.mixed_precision or chosen.mixed_precision) == "fp16" and not allocation and not has_gpu:
         raise PresetError(f"mixed_precision is fp16, and there is no GPU here: {NO_FP16_ON_CPU}")
     degrees = chosen.degrees(topology, preset.requested_sizes(options))
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy, degrees.tensor_parallel):
         raise PresetError(refusal)
-    if degrees.tensor_parallel > 1 and loaded.recipe.task in tasks.WITHOUT_PARTS:
+    if degrees.processes_per_rank > 1 and loaded.recipe.task in tasks.WITHOUT_PARTS:
         task = loaded.recipe.task
         raise PresetError(f"preset {chosen.name} cannot split the models of task {task}: use fsdp2, which shards any model")
     earlier_starts = job.requeues if job else 0
     if allocation and allocation.is_task and ATTEMPT in environment:
         earlier_starts = int(environment[ATTEMPT].rpartition("-")[2])
-    parts, run_dir = degrees.tensor_parallel, options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None)
+    parts, run_dir = degrees.processes_per_rank, options.run_dir or (f"runs/{loaded.name}-{job.name}" if job else None)
+    if not (allocation and allocation.is_task and ATTEMPT in environment):  # else this is in the container already
+        allocation = containers.with_image(options, allocation, environment, run_dir=run_dir)
     most = None
     if allocation and allocation.is_task and MICRO_BATCH in environment:
         most = number(environment, MICRO_BATCH)
     elif run_dir:
-        same = {"world_size": topology.world_size, "tensor_parallel": parts if parts > 1 else None, "preset": chosen.name}
+        same = {"world_size": topology.world_size, "preset": chosen.name}
+        same |= {name: size if size > 1 else None for name, size in degrees._asdict().items()}
         precision = options.mixed_precision or chosen.mixed_precision
         most = run_folder.last_micro_batch(Path(run_dir), mixed_precision=precision, **same)
     resolved = Resolved(
@@ -290,23 +321,54 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
         loaded=loaded,
         # The same for every start that is to continue the run.
         run_dir=run_dir,
-        plan=BatchPlan.of(loaded.recipe, topology.world_size // parts, tensor_parallel=parts, most=most),
+        plan=BatchPlan.of(loaded.recipe, topology.world_size // parts, processes_per_rank=parts, most=most),
         degrees=degrees,
         options=options,
         argv=argv,
         passed_on=passed_on,
         earlier_starts=earlier_starts,
+        spares=spares,
     )
     if not resolved.is_task:  # or each node would look again
         if not job:  # or the time is that of the job
             end_time_s(environment)
         inputs = loaded.recipe.inputs
-        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data
-            inputs = {key: path for key, path in inputs.items() if path is None or key.startswith("train.")}
-        for problem in problems(training, run_dir=resolved.run_dir, resume=resolved.resume, inputs=inputs):
+        in_image = options.container_image is not None
+        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data, or the containers the weights
+            inputs = {key: it for key, it in inputs.items() if it is None or (key.startswith("train.") and not in_image)}
+        for problem in problems(training, run_dir=resolved.run_dir, resume=resolved.resume, inputs=inputs, in_image=in_image):
             raise problem
     resolved.accelerate_argv()  # what cannot be is refused here, not on every node
     return resolved
+
+
+def _set_aside(
+    allocation: Allocation | None, options: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[Allocation, tuple[str, ...]]:
+    """Return the allocation without its last nodes, and those: the spares. Raises TopologyError."""
+    if options.nodes is not None:
+        raise TopologyError(f"--nodes is {options.nodes}: remove it, since the run uses all nodes of the job but the --spares")
+    hosts = allocation.topology.hosts if allocation else ()
+    count = len(hosts) - options.spares
+    is_slurm = allocation is not None and allocation.start[:1] == ("srun",)
+    if problem := spares_problem(options, count, is_slurm=is_slurm):
+        raise TopologyError(problem)
+    assert allocation is not None
+    used = slurm.on_hosts(allocation, hosts[:count], environment)
+    origins = {**used.topology.origins, "num_nodes": f"{used.topology.origins['num_nodes']}, --spares {options.spares}"}
+    return replace(used, topology=replace(used.topology, origins=origins)), hosts[count:]
+
+
+def spares_problem(options: argparse.Namespace, nodes: int, *, is_slurm: bool) -> str | None:
+    """Return why a run on this number of nodes cannot have its --spares and --min-nodes, or None."""
+    wish = f"--spares is {options.spares}" if options.spares else f"--min-nodes is {options.min_nodes}"
+    if not is_slurm:
+        return f"{wish}, but only a Slurm job can continue without one of its nodes: remove it"
+    if nodes < 2:
+        return f"{wish}, but the run has fewer than 2 nodes: request more, since the first node cannot be replaced"
+    if nodes < (options.min_nodes or 0):
+        return f"--min-nodes is {options.min_nodes}, and the run has {nodes} nodes: give at most {nodes}"
+    return None
 
 
 def set_processes(options: argparse.Namespace, environment: Mapping[str, str], *, nodes: int | None = None) -> None:
@@ -346,10 +408,16 @@ def add_run_options(parser: Parser) -> None:
         "of its run folders (default: in a job runs/<recipe>-<job>, else runs/<recipe>-<time>)")  # fmt: skip
     parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="restart the run up to N times "
         "after a crash, within the same job: a killed process, a hang, a lost connection (default: 0)")  # fmt: skip
+    parser.add_argument("--spares", type=not_negative, default=0, metavar="N", help="Slurm: N more nodes than the run uses; "
+        "they replace lost ones within the job (default: 0)")  # fmt: skip
+    parser.add_argument("--min-nodes", type=positive, metavar="N", help="Slurm: continue with fewer nodes, at least N, if more "
+        "are lost than there are spares (default: requeue the job)")  # fmt: skip
     parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="requeue the job up to N times "
         "after its time limit or a preemption (default: 20)")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighboring processes "
         "share each sample and split every large matrix (default: the preset's; in tensor_parallel all of a node)")  # fmt: skip
+    parser.add_argument("--context-parallel", type=positive, metavar="N", help="context parallelism: N neighboring processes "
+        "share each sample and split its sequence (default: the preset's; in context_parallel all of a node)")  # fmt: skip
     parser.add_argument("--replicas", type=positive, metavar="N", help="hybrid sharding: N copies of the model, each sharded "
         "over equally many processes (default: the preset's; in hsdp one per node)")  # fmt: skip
 
@@ -379,6 +447,7 @@ def _parser(*, with_training: bool = False) -> Parser:
     parser.add_argument("--dry-run", action="store_true", help="check recipe, preset, paths and processes without opening "
         "the data or building the model; print each value with its origin and the command of each node; and stop")  # fmt: skip
     add_processes(parser)
+    containers.add_options(parser)
     parser.add_argument("--nodes", type=whole, metavar="N", help="use only the first N nodes of the allocation (default: all)")
     parser.take_accelerates_words()
     if with_training:

@@ -37,7 +37,7 @@ from launch.schedulers import hosts
 
 # What belongs to the host it was set on, or is set anew on every host by its batch system or its shell.
 _STAYS = re.compile(
-    r"PBS_.*|NCPUS|QUEUE|ENVIRONMENT|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|"
+    r"PBS_.*|LSB_.*|NCPUS|QUEUE|ENVIRONMENT|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|"
     r"CUDA_DEVICE_ORDER|HOST|HOSTNAME|TMP|TMPDIR|PWD|OLDPWD|SHLVL|TERM|_|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|"
     r"BASHOPTS|SHELLOPTS|BASH_ENV|UID|EUID|PPID"
 )

@@ -47,7 +47,7 @@ def test_a_program_computes_what_the_model_does(run: Path, tmp_path: Path, to: s
     file = {"torch": "model.pt2", "onnx": "model.onnx"}[to]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["README.md", "model.json", file, "model.safetensors", "recipe.yaml"]
+        ["README.md", "config.json", "model.json", file, "model.safetensors", "preprocessor_config.json", "recipe.yaml"]
     )
     assert "its inputs are inputs. For 1 and 5 samples its outputs differ from the model's" in capsys.readouterr().out
     text = (out / "README.md").read_text().replace("THIS_FOLDER", str(out))

@@ -39,6 +39,8 @@ def check(run_dir: Path, *overrides: str, without: tuple[str, ...] = (), before:
         (("seed=3", "augment.flip=0.5", "data.path=here", "log.every_steps=3"), {},
          "another run or another version of Samerun: seed was 0 and is 3, augment.flip was 0.0 and is 0.5. Undo these changes"),
         ((), {"task": "other"}, "task was 'other'"),
+        ((f"train.init_from=hub:o/n@v2:{'b' * 40}",), {"train.init_from": f"hub:o/n@main:{'a' * 40}"},
+         f"train.init_from was 'hub:o/n@main:{'a' * 40}' and is 'hub:o/n@v2:{'b' * 40}'"),
         ((), {"optim.later": 0.5}, "optim.later was 0.5 and is 'no such key'"),
         ((f"optim.groups={GROUPS}",), {"optim.groups": dict(reversed(GROUPS.items()))},  # the first match counts
          "optim.groups was {'*': {'lr_factor': 3.0}, 'head.*'"),

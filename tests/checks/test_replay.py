@@ -43,7 +43,8 @@ TEXT = (
 )  # fmt: skip
 OWN = ("--recipe", "examples/segmentation.yaml", "train.steps=60", "train.epochs=null")
 SAVES = ("log.every_steps=3", "checkpoint.every_steps=25", "checkpoint.keep_last=9", "train.max_micro_batch=16")
-SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"}}
+SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"},
+         "context_parallel": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}  # fmt: skip
 
 
 def samerun(*words: str | Path) -> Finished:
@@ -299,8 +300,8 @@ CASES = [
     (name, preset, processes, recipe)
     for name, recipe in {"images": IMAGES, "text": TEXT, "own": OWN}.items()
     for preset, processes in (("multi_gpu", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2), ("fsdp2", 2), ("hsdp", 4),
-                              ("tensor_parallel", 2))
-    if preset != "tensor_parallel" or name == "text"
+                              ("tensor_parallel", 2), ("context_parallel", 2))
+    if preset not in ("tensor_parallel", "context_parallel") or name == "text"
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ ANSWERS = {
     "Has it been tested on GPUs?": "docs/faq.md#was-it-tested-on-gpus",
     "How do I call it from a notebook?": "docs/faq.md#can-i-use-it-in-a-notebook",
     "How do I set a breakpoint?": "docs/faq.md#how-do-i-use-a-debugger",
-    "How do I run it in Apptainer?": "docs/slurm.md#containers",
+    "How do I run it in Apptainer?": "docs/containers.md#containers",
     "Which rules must my task keep?": "docs/your-own-task.md#rules",
     "Can I train a GAN?": "docs/your-own-task.md#what-does-not-fit",
     "My model takes two inputs and returns a dict": "docs/faq.md#my-model-has-two-inputs-or-returns-a-dict",

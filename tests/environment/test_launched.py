@@ -50,19 +50,23 @@ def test_what_a_scheduler_started_one_by_one_finds_its_place(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "per_node", "sizes", "replicas", "tensor_parallel"),
+    ("world_size", "per_node", "sizes", "replicas", "tensor_parallel", "context_parallel"),
     [
-        (8, 4, {"dp_replicate_size": -1}, 2, 1),
-        (8, 8, {"dp_replicate_size": 4, "dp_shard_size": 2}, 4, 1),
-        (8, 4, {"tp_size": -1}, 1, 4),
-        (8, 4, {"tp_size": 2, "dp_shard_size": -1}, 1, 2),
-        (1, 1, {"tp_size": -1}, 1, 1),
+        (8, 4, {"dp_replicate_size": -1}, 2, 1, 1),
+        (8, 8, {"dp_replicate_size": 4, "dp_shard_size": 2}, 4, 1, 1),
+        (8, 4, {"tp_size": -1}, 1, 4, 1),
+        (8, 4, {"tp_size": 2, "dp_shard_size": -1}, 1, 2, 1),
+        (1, 1, {"tp_size": -1}, 1, 1, 1),
+        (8, 4, {"cp_size": -1}, 1, 1, 4),
+        (8, 4, {"cp_size": 2, "dp_shard_size": 4}, 1, 1, 2),
     ],
 )
-def test_sizes_are_taken_or_derived(world_size, per_node, sizes, replicas, tensor_parallel) -> None:
+def test_sizes_are_taken_or_derived(world_size, per_node, sizes, replicas, tensor_parallel, context_parallel) -> None:
     launched = read(started(world_size, per_node, rank=world_size - 1, **sizes))
-    assert (launched.strategy, launched.replicas, launched.tensor_parallel) == ("fsdp2", replicas, tensor_parallel)
-    assert (launched.data_rank, launched.data_ranks) == (world_size // tensor_parallel - 1, world_size // tensor_parallel)
+    assert (launched.strategy, launched.replicas) == ("fsdp2", replicas)
+    assert (launched.tensor_parallel, launched.context_parallel) == (tensor_parallel, context_parallel)
+    data_ranks = world_size // (tensor_parallel * context_parallel)
+    assert (launched.data_rank, launched.data_ranks) == (data_ranks - 1, data_ranks)
 
 
 IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
@@ -83,7 +87,9 @@ IMPOSSIBLE: list[tuple[dict[str, str], type[SamerunError], str]] = [
     (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),
     (started(8, 4, dp_replicate_size=2, dp_shard_size=2), TopologyError, r"dp_shard_size is 2 \(\S+\), but 8 processes leave"),
     (started(8, 4, dp_replicate_size=-1, tp_size=2), PresetError, r"_size is -1 .* and \S+tp_size is 2 \S+: replicas"),
-    (started(8, 4, cp_size=2), PresetError, r"parallelism_config_cp_size is 2: context parallelism is not supported"),
+    (started(8, 4, tp_size=2, cp_size=2), PresetError, r"tp_size is 2 .* and \S+cp_size is 2 \S+: replicas"),
+    (started(6, 3, cp_size=4), TopologyError, r"cp_size is 4 \(PARALLELISM_CONFIG_CP_SIZE\), which does not divide the 6 pro"),
+    (started(8, 4, sp_size=2), PresetError, r"parallelism_config_sp_size is 2: sequence parallelism is not supported"),
     (started(8, 4, tp_size=2) | {"ACCELERATE_USE_FSDP": "false"}, PresetError, r"tp_size is 2: .* strategy is ddp, "),
 ]  # fmt: skip
 

@@ -49,6 +49,11 @@ def loading(tree: ast.AST) -> Iterator[str]:
             yield from {top} & UNPICKLERS
 
 
+def tree_uses(tree: ast.AST, module: str) -> set[str]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == module]
+    return {ast.unparse(node) for node in found}
+
+
 def test_every_call_that_may_run_what_it_loads_is_in_one_module() -> None:
     folders = ("app", "launch", "benchmarks", "examples")
     files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*.py"))]
@@ -61,6 +66,9 @@ def test_every_call_that_may_run_what_it_loads_is_in_one_module() -> None:
                 assert ast.unparse(node.value) == str(SAFE[node.arg]), f"{where}:{node.value.lineno}"
         # Scripts that stand alone read our own digits: by default NumPy unpickles nothing.
         allowed = {"np.load"} if where.parts[0] in ("benchmarks", "examples") else set()
+        if where.name == "foreign_weights.py":  # its unpickler makes placeholders of everything that could be called
+            allowed = {"pickle"}
+            assert tree_uses(tree, "pickle") == {"pickle.Unpickler"}
         assert file == ROOM or set(loading(tree)) <= allowed, where
 
 
@@ -137,5 +145,5 @@ def test_a_training_refuses_a_model_with_code_and_weights_that_run_some(hostile:
     assert "such code is never run" in refused.output
     refused = train("cpu", tmp_path / "run", "train.steps=1", f"train.init_from={hostile}")
     assert refused.returncode == CheckpointError.exit_code, refused.output
-    assert "cannot be loaded as weights only" in refused.output
+    assert "pytorch_model.bin is damaged, or has no weights that can be read (torch.save did not write it)" in refused.output
     assert not marker.exists()

@@ -6,6 +6,8 @@ Runs that train are compared with the undisturbed one. What only concerns the qu
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -173,6 +175,67 @@ def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed:
         wait_for_queue(lab, job)
     for how, job in jobs.items():
         assert_finished(lab.wait(job), tmp_path / how, undisturbed)
+
+
+# Containers ----------------------------------------------------------------------------------------------------------------
+
+
+class Containers:
+    """Jobs in containers, of a user who has Samerun from a wheel on the host and in the image."""
+
+    def __init__(self, lab: Lab, installed: Path, hidden: Path) -> None:
+        self._lab, self._environment, self.image = lab, slurm_lab.container_environment(installed, hidden), installed.parent
+
+    def run(self, folder: Path, *command: str, **variables: str) -> str:
+        """Run a command in a folder of the head node, and return the last word of its output."""
+        script = f"cd {shlex.quote(str(folder))} && exec {shlex.join(command)}"
+        return self._lab.run("sh", "-c", script, env=self._environment | variables).check().output.split()[-1]
+
+    def submit(self, folder: Path, *options: str, **variables: str) -> str:
+        """Submit a run on two nodes whose folder is next to the working folder, and return the job's id."""
+        shared = ("--cpus-per-node", "2", "--sbatch-option=--oversubscribe", "--sbatch-option=--mem=4G")
+        run = ("--run-dir", str(folder.with_name("run")), "--container-image", str(self.image), *SLOWLY[:-2])
+        return self.run(folder, "samerun", "submit", "--nodes", "2", *shared, *options, *run, "--", *SLOWLY[-2:], **variables)
+
+
+@pytest.fixture
+def containers(lab: Lab, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Containers:
+    return Containers(lab, installed, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.long
+def test_a_signal_reaches_a_run_in_containers(
+    lab: Lab, containers: Containers, undisturbed: list[float], tmp_path: Path
+) -> None:
+    folder, run_dir = tmp_path / "a project", tmp_path / "run"
+    folder.mkdir()
+    job = containers.submit(folder, "--time", "00:10:00")
+    wait_for_checkpoint(lab, job, run_dir)
+    lab.run("scancel", "--signal=USR1", job).check()
+    over = lab.wait(job)
+    assert_finished(over, run_dir, undisturbed)
+    assert f"(SIGUSR1 was received); Slurm requeues job {job}, 1 of at most 20 times" in over.output
+    assert len({rank.split()[0] for rank in read(run_dir / "run.json")["ranks"]}) == 2
+
+
+@pytest.mark.long
+def test_a_time_limit_in_containers_ends_in_a_finished_run(
+    lab: Lab, containers: Containers, undisturbed: list[float], tmp_path: Path
+) -> None:
+    """Also with the script of docs/containers.md. The images take most of the time of the job, as in `limited`."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (REPOSITORY / "docs/containers.md").read_text(), flags=re.DOTALL)
+    script = script.replace("IMAGE", str(containers.image)).replace("--recipe digits", shlex.join(SLOWLY))
+    submitted, own, slow = tmp_path / "submitted" / "project", tmp_path / "own", {"SLOW_IMAGE": "130"}
+    submitted.mkdir(parents=True)
+    own.mkdir()
+    (own / "job.sh").write_text(script)
+    options = (*SHARED, "--gpus-per-node=0", "--cpus-per-task=2", "--time=3")
+    jobs = {
+        submitted.with_name("run"): containers.submit(submitted, "--time", "00:03:00", **slow),
+        own / "runs" / "big": containers.run(own, "sbatch", "--parsable", *options, "job.sh", **slow),
+    }
+    for run_dir, job in jobs.items():
+        assert_finished(lab.wait(job), run_dir, undisturbed)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import slurm_lab
-from processes import read
+from processes import REPOSITORY, read
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -24,21 +24,22 @@ def lab(tmp_path_factory):
         up.cancel_all()
 
 
-def submitted(lab, folder, *arguments):
+def submitted(lab, folder, *arguments, samerun=(sys.executable, "-m", "launch.cli"), env=None):
     """Submit on the head node, from a folder of the user's, and return the id."""
     folder.mkdir()
-    command = (
-        f"cd {shlex.quote(str(folder))} && exec {shlex.quote(sys.executable)} -m launch.cli submit {shlex.join(arguments)}"
-    )
-    finished = lab.run("sh", "-c", command).check()
+    command = f"cd {shlex.quote(str(folder))} && exec {shlex.join([*samerun, 'submit', *arguments])}"
+    finished = lab.run("sh", "-c", command, env=env).check()
     return finished.output.splitlines()[-1], finished.output
 
 
-def test_a_submitted_job_trains_on_two_nodes(lab, tmp_path):
-    folder = tmp_path / "a project"
-    job_id, said = submitted(lab, folder, "--nodes", "2", "--gpus-per-node", "1", *REAL, "--", "--trackers", "none")
+def test_a_job_submitted_from_a_wheel_trains_in_containers_on_two_nodes(lab, installed, tmp_path, tmp_path_factory):
+    folder, env = tmp_path / "a project", slurm_lab.container_environment(installed, tmp_path_factory.getbasetemp())
+    options = ("--nodes", "2", "--gpus-per-node", "1", "--container-image", str(installed.parent), *REAL)
+    job_id, said = submitted(lab, folder, *options, "--", "--trackers", "none", samerun=("samerun",), env=env)
     job = lab.wait(job_id)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
+    assert " apptainer exec " in job.output
+    assert str(REPOSITORY / "launch") not in job.output
     run_dir, log = (re.findall(rf"{what} (runs/\S+?)(?:,|$)", said, flags=re.MULTILINE)[0] for what in ("run folder", "log"))
     result = read(folder / run_dir / "result.json")
     assert (result["steps"], result["world_size"], result["preset"]) == (3, 2, "multi_node")

@@ -42,7 +42,7 @@ PRESETS: dict[str, str] = {
     f"{FSDP}{{fsdp_version: 2, fsdp_activation_checkpointing: true}}\n": "with dropout its gradients are wrong",
     f"{SIZES}{{tp_size: 2}}\n": "tp_size is 2: unknown key of a preset, which Accelerate ignores",
     f"{SIZES}{{parallelism_config_tp_size: 0}}\n": "parallelism_config_tp_size is 0: it must be a whole number",
-    f"{SIZES}{{parallelism_config_cp_size: 2}}\n": "cp_size is 2: context parallelism is not supported",
+    f"{SIZES}{{parallelism_config_sp_size: 2}}\n": "sp_size is 2: sequence parallelism is not supported",
     f"{MULTI}parallelism_config: {{parallelism_config_tp_size: 2}}\n": "MULTI_GPU, and these sizes need FSDP",
 }
 
@@ -93,6 +93,8 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "--preset cpu --processes 2": ("preset cpu starts 1 process, and this run has 2", 4),
     "--preset cpu --mixed-precision fp16": ("fp16 needs a GPU", 4),
     "--preset tensor_parallel --processes 2": ("cannot split the models of task image_classification: use fsdp2", 4),
+    "--preset context_parallel --processes 2": ("cannot split the models of task image_classification: use fsdp2", 4),
+    "--context-parallel 2 --replicas 2 --processes 4": ("but preset hsdp has no parallelism_config_cp_size", 4),
     "--mixed-precision fp8": ("expected no (float32), bf16 or fp16; fp8 is not supported", 2),
     "--processes -1": ("processes_per_node is -1 (--processes): it must be at least 1", 5),
     "--processes 7": ("train.global_batch_size is 64, which 7 processes cannot split", 3),
@@ -129,6 +131,8 @@ ENVIRONMENTS: dict[str, tuple[str, str, int]] = {
     "CUDA_VISIBLE_DEVICES=": ("--preset deepspeed_zero3 --mixed-precision fp16", "fp16, and there is no GPU here", 4),
     "SAMERUN_END_TIME=soon": ("", "SAMERUN_END_TIME", 5),
     "OMPI_COMM_WORLD_SIZE=4": ("", "OMPI_COMM_WORLD_SIZE=4: mpirun (Open MPI) started this process as one of several", 5),
+    f"{HOSTS} A=4": ("--spares 1 --nodes 2", "--nodes is 2: remove it, since the run uses all nodes of the job but", 5),
+    f"{HOSTS} A=3": ("--min-nodes 1", "--min-nodes is 1, but only a Slurm job can continue without one of its nodes", 5),
     "PBS_JOBID=1 PBS_NODEFILE=nowhere": ("", "PBS_JOBID is 1, but PBS_NODEFILE nowhere cannot be read", 5),
     "SLURM_JOB_ID=5": ("", "SLURM_JOB_ID is set, but SLURM_JOB_NUM_NODES is not", 5),
 }
@@ -160,6 +164,7 @@ PROBLEMS: dict[str, str] = {
     "--array train.global_batch_size=64,63 --processes-per-node 2": "is 63, which 2 processes cannot split",
     "--array seed=1,2 seed=3": "seed is given by --array and by seed=...: remove one of them",
     "--sbatch-option='--comment=a\nrm -r x'": "it must be one line that begins with -",
+    "--spares 1": "--spares is 1, but the run has fewer than 2 nodes: request more, since the first node cannot be replaced",
     "-- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=...",
 }
 

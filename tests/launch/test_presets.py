@@ -27,7 +27,7 @@ FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
 NAMES = sorted(path.stem for path in FOLDER.rglob("*.yaml"))
 SINGLE = ("cpu", "single_gpu")
 SEVERAL = [name for name in NAMES if name not in SINGLE]
-SHARDED = ("fsdp2", "hsdp", "tensor_parallel")
+SHARDED = ("fsdp2", "hsdp", "tensor_parallel", "context_parallel")
 STAGES = {"deepspeed_zero1": "1", "deepspeed_zero2": "2", "deepspeed_zero3": "3", "deepspeed_zero3_offload": "3"}
 
 
@@ -103,7 +103,7 @@ def test_fsdp2_is_what_accelerate_makes_of_its_preset(monkeypatch):
     assert plugin.min_num_params == 4_000_000
 
 
-MESHES = {"hsdp": "dp_replicate_size", "tensor_parallel": "tp_size"}
+MESHES = {"hsdp": "dp_replicate_size", "tensor_parallel": "tp_size", "context_parallel": "cp_size"}
 
 
 @pytest.mark.parametrize(("name", "size"), MESHES.items())
@@ -113,7 +113,10 @@ def test_presets_with_a_mesh_are_fsdp2_but_for_its_size(name, size):
     assert other == plain
 
 
-@pytest.mark.parametrize(("name", "size", "given"), [("hsdp", "dp_replicate_size", -1), ("tensor_parallel", "tp_size", 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "given"),
+    [("hsdp", "dp_replicate_size", -1), ("tensor_parallel", "tp_size", 2), ("context_parallel", "cp_size", 2)],
+)
 def test_accelerate_hands_on_the_size_of_a_mesh(name, size, given):
     sizes = {} if given == -1 else {size: given}
     environment = accelerates_environment(name, Topology(processes_per_node=4), sizes=sizes)[1]

@@ -20,15 +20,20 @@ from hypothesis import strategies as st
 from processes import captured, placed
 
 from app.environment.slurm_variables import hosts_of
-from app.errors import TopologyError
+from app.errors import TopologyError, UsageError
 from launch import preset
 from launch.node_command import accelerate_argv
 from launch.schedulers import slurm
+from launch.schedulers.hosts import ATTEMPT
+from launch.start import containers, resolved
 from launch.start.launch import launch
 
 ROOT = Path(slurm.__file__).parents[2]
 ENVIRONMENTS = Path(__file__).parents[1] / "environments" / "slurm"
 GOLDEN = Path(__file__).parents[1] / "golden" / "slurm.txt"
+
+IMAGES = {"apptainer": "it.sif", "singularity": "docker://me/it:1", "pyxis": "nvcr.io#me/it:1", "podman-hpc": "me/it:1"}
+IN_CONTAINERS = ("--container-mounts", "/data,/sets:/inputs:ro", "--container-option=--one", "--container-option=--two")
 
 # `scontrol show --details job` of Slurm 22.05, shortened, in a cluster where the lines of a node end so.
 DESCRIBED = """JobId=30 JobName=interactive
@@ -67,6 +72,15 @@ def golden_lines():
         for node_rank, host in places:
             argv = accelerate_argv(topology, preset.load("multi_gpu"), ["--recipe", "digits"], node_rank=node_rank)
             yield f"{host}: {placed(shlex.join(argv))}"
+    for runtime, image in IMAGES.items():
+        for name, more in {"2node-1task-gres2-batch": IN_CONTAINERS, "cpucluster-2node-batch": ()}.items():
+            words = ["--container-image", image, "--container-runtime", runtime, *more]
+            run_dir = "/scratch/run" if more else "run"
+            allocation = containers.with_image(
+                resolved.read(words)[0], found(name), {}, run_dir=run_dir, device_folder=Path("/none")
+            )
+            yield f"## {name} in {runtime}"
+            yield shlex.join(allocation.start).replace(str(Path.cwd()), "FOLDER") + " samerun launch"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +194,7 @@ def test_what_cannot_be_is_one_sentence(environment, hostname, has_srun, words):
 def test_a_container_without_srun_is_no_stale_environment():
     task = captured("slurm/2node-1task-gres2-step-task1")
     assert slurm.find(task, hostname="node2.cluster.org", has_srun=False).topology.node_rank == 1
+    assert slurm.find(task | {ATTEMPT: "0-0"}, hostname="another-name", has_srun=False).topology.node_rank == 1
 
 
 # samerun -------------------------------------------------------------------------------------------------------------------
@@ -215,6 +230,39 @@ def test_a_dry_run_prints_the_command_of_every_node(dry_run):
     assert "--num_processes 4" in node1
     assert node1.startswith("env OMP_NUM_THREADS=2 ")
     assert node1.endswith("/run_module.py app.train --recipe digits --run-dir runs/digits-18 --resume auto optim.lr=0.1")
+    (in_image,) = dry_run(BATCH, "--container-image", "it.sif")[0].splitlines()
+    assert in_image.endswith(f" it.sif samerun {added} --dry-run --container-image it.sif")
+
+
+def test_amd_gpus_are_in_the_container(tmp_path):
+    (tmp_path / "kfd").touch()
+    options = resolved.read(["--container-image", "it.sif"])[0]
+    start = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="run", device_folder=tmp_path).start
+    assert start[-2:] == ("--rocm", "it.sif")
+
+
+def test_a_run_folder_behind_a_link_is_in_the_container(tmp_path, monkeypatch):
+    folder, scratch = tmp_path / "project", tmp_path / "scratch"
+    folder.mkdir()
+    (folder / "runs").symlink_to(scratch)
+    monkeypatch.chdir(folder)
+    options = resolved.read(["--container-image", "it.sif"])[0]
+    start = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="runs/it").start
+    assert f"{folder}:{folder},{scratch}/it:{scratch}/it" in start
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "words"),
+    [
+        (BATCH, "--container-runtime pyxis", "require --container-image"),
+        ({}, "--container-image it.sif", "--container-image is it.sif, but only a batch script or salloc of Slurm"),
+        (BATCH, "--container-image it.sif --run-dir /a:b", "/a:b cannot be mounted in a container"),
+        (BATCH, "--container-image it.sif --container-mounts data", "'data': expected absolute paths, such as"),
+    ],
+)
+def test_a_container_that_cannot_be_is_one_sentence(environment, options, words):
+    with pytest.raises(UsageError, match=words):
+        launch(["--dry-run", *options.split()], environment, say=print)
 
 
 def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_task(dry_run):

@@ -44,6 +44,9 @@ CASES = {
                        "train.epochs=2", "--", "--trackers", "none"),
     "pbs": (*PBS, *SITE, *RUN, "--gpus-per-node", "4", "--cpus-per-node", "32", "--qsub-option=-l filesystems=home:eagle"),
     "slurm, other limits": (*SLURM, "--max-requeues", "0", "--max-restarts", "3", "--sbatch-option=--no-requeue"),
+    "slurm, in a container": (*SLURM, "--container-image", "docker://it", "--container-runtime", "singularity",
+                              "--container-mounts", "/:/host:ro", "--container-option=--writable-tmpfs", "seed=1"),
+    "slurm, spare nodes": (*SLURM, "--spares", "1", "--min-nodes", "2"),
     "pbs, a sweep": (*PBS, *RUN, "--gpus-per-node", "4", "--array", "seed=0,1,2"),
 }  # fmt: skip
 
@@ -125,6 +128,24 @@ def test_all_that_is_wrong_is_reported_together(tmp_path):
     expected = ["'nodes' is no option", "--array has 'seed=2'", "preset multi_nod", "recipe digit", "file/run cannot be made"]
     found = problems(tmp_path, *SLURM, *arguments)
     assert [line[: len(start)] for line, start in zip(found, expected, strict=True)] == expected
+
+
+def test_what_only_the_image_needs_is_not_looked_for_here(tmp_path):
+    trackers = ("--", "--trackers", "dvclive")
+    assert "dvclive, which is not installed here" in problems(tmp_path, *SLURM, *trackers)[0]
+    assert "--trackers dvclive" in submitted(tmp_path, *SLURM, "--container-image", "docker://it", *trackers)[0]
+
+
+def test_a_container_that_cannot_be_is_reported(tmp_path):
+    image = ("--container-image", "it.sif", "--container-mounts", "/no/such")
+    expected = [f"{it}: no such file or folder. Correct it, or give --data-on-nodes" for it in ("is it.sif", "has /no/such")]
+    assert all(text in line for text, line in zip(expected, problems(tmp_path, *SLURM, *image), strict=True))
+    (pbs,) = problems(tmp_path, *PBS, *image, "--data-on-nodes")
+    assert "only a batch script or salloc of Slurm" in pbs
+
+
+def test_a_job_of_pbs_has_no_spare_nodes(tmp_path):
+    assert problems(tmp_path, *PBS, "--spares", "1")[0].startswith("--spares is 1, but only a Slurm job can continue")
 
 
 def test_an_unfinished_run_is_resumed_and_a_finished_one_refused(tmp_path):

@@ -97,7 +97,7 @@ PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun launch fsdp.yaml": ("'fsdp.yaml': expected an option or key=value; give --preset fsdp.yaml", 2),
     "samerun launch help": ("'help': expected an option or key=value; `samerun COMMAND --help` lists the options", 2),
     "samerun launch old": ("'old': expected an option or key=value; `samerun resume old` continues this run", 2),
-    "samerun launch --push-to-hub": ("after the training, `samerun export RUN` writes a folder that you can upload", 2),
+    "samerun launch --push-to-hub": ("after the training, `samerun export` can upload the weights", 2),
     "samerun launch --compile": ("set dynamo_backend: INDUCTOR in a copy of the preset", 2),
     "samerun launch --gres gpu:2": ("--gres: unknown option; it is for a job: `samerun submit --help`", 2),
     "samerun submit --nodes 1 --time 1:00:00 --gres gpu:2": ("--gres: unknown option; give --gpus-per-node", 2),

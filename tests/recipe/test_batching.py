@@ -51,9 +51,9 @@ def test_an_automatic_micro_batch_has_no_other_limit_than_was_found() -> None:
 
 
 def test_processes_that_compute_together_are_one_rank() -> None:
-    plan = BatchPlan.of(recipe(64, 16), 2, tensor_parallel=4)
+    plan = BatchPlan.of(recipe(64, 16), 2, processes_per_rank=4)
     assert (plan.micro_batch, plan.passes) == (16, 4)
     assert str(plan) == "global batch 64 = micro-batch 16 x accumulation 2 x 2 data-parallel ranks of 4 processes"
     refusal = "which 3 data-parallel ranks of 2 processes .*: use 2, 4, 8, 16, 32, 64, 128 processes, .*a multiple of 3"
     with pytest.raises(RecipeError, match=refusal):
-        BatchPlan.of(recipe(64), 3, tensor_parallel=2)
+        BatchPlan.of(recipe(64), 3, processes_per_rank=2)

@@ -26,8 +26,8 @@ LLAMA = (
     *("data.sequence_length=64", "train.global_batch_size=8", "train.steps=60", "train.evaluate_every_steps=60"),
     "optim.warmup_steps=10",
 )
-# Presets that keep copies of a model, for which one node is too few, and that divide matrices, which takes a model with a plan.
-DIVIDED = ("hsdp", "tensor_parallel")
+# Presets that keep copies of a model, for which one node is too few, and that divide matrices or rows of a language model.
+DIVIDED = ("hsdp", "tensor_parallel", "context_parallel")
 ALWAYS = ("--trackers", "none", "log.every_steps=1", "checkpoint.every_steps=40")
 RUN = (*DIGITS, *ALWAYS)
 # Of one forward pass, in IEEE's float32 on both: docs/same-run.md has no more for twenty steps.
@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
 
 
 def processes_of(preset: str) -> int:
-    """One, but of a preset that divides matrices two, where there are two GPUs."""
-    return max(1, min(2, torch.cuda.device_count())) if preset == "tensor_parallel" else 1
+    """One, or two under presets that divide matrices or rows, if there are two GPUs."""
+    return max(1, min(2, torch.cuda.device_count())) if preset.endswith("_parallel") else 1
 
 
 def start(preset: str, run_dir: Path, *arguments: str, of: tuple[str, ...] = DIGITS) -> Started:

@@ -120,7 +120,7 @@ def test_files_without_weights_are_refused(runtime: Runtime, tmp_path: Path) -> 
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "other.pth")
     (tmp_path / "noise").write_bytes(bytes(range(200)))
     for place, words in (
-        (tmp_path / "code.pth", f"code.pth cannot be loaded as weights only (it holds {named}, which is not a tensor). Save"),
+        (tmp_path / "code.pth", f"code.pth is an object of {named}, not a state dict: save"),
         (tmp_path / "other.pth", "has no tensors by name, at the top or in state_dict"),
         (tmp_path / "noise", "is damaged, or not a safetensors file"),
         (tmp_path / "no", f"train.init_from is {tmp_path}/no, which is not a source of weights: give a safetensors or .pth"),

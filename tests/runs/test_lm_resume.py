@@ -29,11 +29,12 @@ log: {every_steps: 1, samples: true}
 STEPS, EACH = 320, 8
 """Of the whole run, and at least so many on each topology."""
 CHAIN = [("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero1", 2), ("multi_gpu", 3), ("deepspeed_zero2", 2),
-         ("fsdp2", 2), ("hsdp", 4), ("deepspeed_zero3", 4), ("tensor_parallel", 2), ("fsdp2", 3),
-         ("tensor_parallel", 4), ("deepspeed_zero3", 2), ("hsdp", 4), ("multi_gpu", 4), ("tensor_parallel", 2),
-         ("cpu", 1)]  # fmt: skip
-SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"}}
-"""HSDP as on two nodes of half the processes; tensor parallelism over 2, and FSDP2 over the rest."""
+         ("context_parallel", 2), ("fsdp2", 2), ("hsdp", 4), ("context_parallel", 4), ("deepspeed_zero3", 4),
+         ("tensor_parallel", 2), ("fsdp2", 3), ("tensor_parallel", 4), ("deepspeed_zero3", 2), ("hsdp", 4),
+         ("multi_gpu", 4), ("tensor_parallel", 2), ("cpu", 1)]  # fmt: skip
+SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"},
+         "context_parallel": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}  # fmt: skip
+"""HSDP as on two nodes of half the processes; tensor and context parallelism over 2, and FSDP2 over the rest."""
 KILLS = 20
 
 

@@ -1,6 +1,7 @@
 """The same run of a language model on every topology: prompts, packed, with answers of 1 to 200 tokens, and clipped AdamW.
 
-Tensor parallelism divides among 2 processes, and FSDP2 among the rest. A constant run may become a WSD run on a resume.
+Tensor and context parallelism divide among 2 processes, and FSDP2 among the rest. A constant run may become a WSD run on a
+resume.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ optim: {{name: adamw, lr: 0.001, betas: [0.9, 0.95], weight_decay: 0.1, clip_nor
 log: {{every_steps: 1, samples: true}}
 """
 FIELDS = ("loss", "grad_norm", "learning_rate", "tokens_seen")
+EXPERTS = (
+    "model.architecture=qwen3_moe", "model.balance_loss=0.1",
+    "model.settings={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 48}",
+)  # fmt: skip
 GPT2 = ("model.architecture=gpt2", "model.key_value_heads=null")
 MARKS = {
     ("fsdp2", 2, 1): (), ("multi_gpu", 2, 2): SLOW, ("deepspeed_zero2", 2, 1): LONG, ("deepspeed_zero3", 2, 1): SLOW,
@@ -45,7 +50,19 @@ TENSOR = {
     # Of bytes there are 257: the head stays whole.
     "phi, dropout": (2, 1, 1e-5, ("model.architecture=phi", "model.dropout=0.1", "model.key_value_heads=null")),
 }  # fmt: skip
-SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"}}
+CONTEXT = {
+    "llama": (2, 2, (), ()),
+    "llama, FSDP2 of 2": (4, 1, ("train.checkpoint_activations=blocks", "model.head=chunked"), SLOW),
+    "llama, FSDP2 of 2, accumulation": (4, 2, (), LONG),
+    "gpt2, dropout": (2, 2, (*GPT2, "model.dropout=0.1"), LONG),
+    "mistral, window, eager": (
+        2, 1, ("model.architecture=mistral", "model.attention=eager", "model.settings={sliding_window: 50}"), LONG,
+    ),
+    "lora": (2, 1, ("model.lora_rank=16", "optim.lr=0.003"), LONG),
+}  # fmt: skip
+OF_4 = "context_parallel of 4"
+SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "tensor_parallel": {"PARALLELISM_CONFIG_TP_SIZE": "2"},
+         "context_parallel": {"PARALLELISM_CONFIG_CP_SIZE": "2"}, OF_4: {"PARALLELISM_CONFIG_CP_SIZE": "4"}}  # fmt: skip
 LAYERED = ("optim.layer_decay=0.5", 'optim.groups={"*.mlp.*": {lr_factor: 2}}', "optim.lr=0.01")
 WSD, CONSTANT = ("optim.schedule=wsd", "optim.decay_steps=8"), ("optim.schedule=constant", "checkpoint.every_steps=12")
 RESUMES = [(("deepspeed_zero2", 2, 1), ("multi_gpu", 2)), (("multi_gpu", 2, 2), ("fsdp2", 2)), (("hsdp", 4, 2), ("cpu", 1)),
@@ -66,15 +83,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         case = (preset, processes, accumulation, *words)
         if case not in done:
             done[case] = folder / f"run-{len(done)}"
-            data_ranks = processes // 2 if preset == "tensor_parallel" else processes
+            preset, sizes = preset.removesuffix(" of 4"), SIZES.get(preset, {})
+            size = int(next(iter(sizes.values()), 1))
+            data_ranks = processes if preset == "hsdp" else processes // size
             given = (f"data.path={answers}", f"train.max_micro_batch={BATCH // (data_ranks * accumulation)}", *words)
             recipe = ("--recipe", str(folder / "answers.yaml"))
-            train(preset, done[case], *recipe, *given, processes=processes, env=SIZES.get(preset)).check()
+            train(preset, done[case], *recipe, *given, processes=processes, env=sizes).check()
             facts = read(done[case] / "run.json")
             assert (facts["world_size"], facts["accumulation"]) == (processes, accumulation)
-            assert (facts.get("replicas"), facts.get("tensor_parallel")) == (
-                2 if preset == "hsdp" else None, 2 if preset == "tensor_parallel" else None,
-            )  # fmt: skip
+            names = {"hsdp": "replicas"}
+            found = {name: facts[name] for name in ("replicas", "tensor_parallel", "context_parallel") if name in facts}
+            assert found == ({names.get(preset, preset): size} if sizes else {})
         return done[case]
 
     return run
@@ -87,6 +106,9 @@ def cases() -> Iterator[Any]:
         if topology[0] != "hsdp":
             yield pytest.param(topology, (), 100, 1e-4, marks=LONG)
     yield pytest.param(("fsdp2", 2, 1), (*GPT2, "model.head=chunked"), 20, 1e-5, marks=SLOW)
+    for topology in (("fsdp2", 2, 1), ("cpu", 1, 2), ("multi_gpu", 2, 2), ("deepspeed_zero3", 2, 1)):
+        marks = () if topology[0] == "fsdp2" else SLOW if topology[0] == "deepspeed_zero3" else LONG
+        yield pytest.param(topology, EXPERTS, 20, 1e-5, marks=marks, id=f"experts, {topology}")
     for topology in (*MARKS, ("tensor_parallel", 2, 1)):
         marks = () if topology in (("cpu", 1, 2), ("fsdp2", 2, 1)) else LONG
         yield pytest.param(topology, (*LAYERED, *WSD), 20, 1e-5, marks=marks, id=f"layered, {topology}")
@@ -95,6 +117,11 @@ def cases() -> Iterator[Any]:
         yield pytest.param(
             topology, words, 20, tolerance, marks=SLOW if "FSDP2" in name else LONG, id=f"tensor_parallel: {name}"
         )
+    for name, (processes, accumulation, words, marks) in CONTEXT.items():
+        topology = ("context_parallel", processes, accumulation)
+        yield pytest.param(topology, words, 20, 1e-5, marks=marks, id=f"context_parallel: {name}")
+    for accumulation in (1, 2):
+        yield pytest.param((OF_4, 4, accumulation), (), 20, 1e-5, marks=LONG, id=f"{OF_4}, accumulation {accumulation}")
     for topology in DOUBLE:  # the norms of transformers' Llama compute in float32 in any case, and differ by 2e-8
         yield pytest.param(topology, (*GPT2, "train.dtype=float64"), 100, 1e-9, marks=LONG)
 

@@ -15,6 +15,8 @@ import pytest
 from languages import write_tokens
 from processes import Finished, Started, clean_environment, launch, losses
 
+from app.errors import LackOfMemoryError
+
 pytestmark = [
     pytest.mark.long,
     pytest.mark.multiproc,
@@ -91,3 +93,25 @@ def test_what_divides_the_model_trains_as_one_process_does(
         print(f"{way}: peak {group.peak_bytes / 2**30:.2f} of {LIMIT_GIB} GiB")
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
     assert len(alone) == STEPS, finished.output
+
+
+DATA_KIB = 3_500_000
+"""Limit of each process's own data. For the logits of a row of 8192 tokens a process takes 4 GiB, and 3 for half of them."""
+LONG_ROW = ("--trackers", "none", "--recipe", "lm_tiny", "data.sequence_length=8192", "model.positions=8192",
+            "model.vocab_size=32000", "model.head=whole", "model.hidden_size=64", "model.layers=1", "train.steps=2",
+            "train.max_validation_samples=1", "optim.warmup_steps=null", "log.every_steps=1", "log.examples=0")  # fmt: skip
+
+
+def test_a_row_too_long_for_a_process_trains_where_two_split_it(tmp_path: Path) -> None:
+    """FSDP2, which shards the model over the same two processes, is out of memory like one process."""
+    launch("cpu", tmp_path / "alone", *LONG_ROW, "train.global_batch_size=1").check()
+    finished = {}
+    for preset, processes, rows in (("cpu", 1, 1), ("fsdp2", 2, 2), ("context_parallel", 2, 1)):
+        words = ["--preset", preset, "--processes", str(processes), "--run-dir", str(tmp_path / preset), *LONG_ROW]
+        command = [sys.executable, "-m", "launch.cli", "launch", *words, f"train.global_batch_size={rows}"]
+        limited = ["/bin/sh", "-c", f'ulimit -d {DATA_KIB} && exec "$@"', "sh", *command]
+        finished[preset] = Started(limited, env={**clean_environment(), "OMP_NUM_THREADS": "1"}).wait()
+    for preset in ("cpu", "fsdp2"):
+        assert finished[preset].returncode == LackOfMemoryError.exit_code, finished[preset].output
+    finished["context_parallel"].check()
+    assert losses(tmp_path / "context_parallel") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.files import hub
 from app.runs.model_card import CardFacts
 
 _USE = """\
@@ -21,7 +22,8 @@ def describe(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> CardFacts:
     tokenizer, length = facts["tokenizer"], facts["sequence_length"]
     sources = recipe.get("data.sources") or [{"path": path} for path in [recipe["data.path"]] if path]
     folders = ", ".join(f"`{Path(source['path']).name}`" for source in sources)
-    kind = recipe["model.architecture"] or Path(recipe["model.path"] or "").name
+    model = hub.parsed(recipe["model.path"])
+    kind = recipe["model.architecture"] or (model.name if model else Path(recipe["model.path"] or "").name)
     return CardFacts(
         title=f"A language model ({kind})",
         data=folders or "Moby Dick, the text that comes with Samerun",

@@ -36,7 +36,7 @@ _FIRST_WORD = 3
 def check(config: Any, attention: str, where: str, *, document_masks: bool = False, to_train: bool = False) -> None:
     """Raise RecipeError for a configuration whose network sees later tokens, or other documents of a row despite their masks.
 
-    `to_train`: or which has experts, and so cannot be trained. `where` names the configuration to people.
+    `to_train`: or is a mixture of experts that cannot be trained. `where` names the configuration to people.
     """
     if attention not in ("sdpa", "eager"):
         attention = "sdpa"  # which needs no GPU, and has the same masks
@@ -53,8 +53,10 @@ def check(config: Any, attention: str, where: str, *, document_masks: bool = Fal
                 failed = error
                 continue
             _check_order(logits, where, config, document_masks=document_masks)
-            if to_train and any(name.endswith(("experts", "moe")) for name, _ in network.named_modules()):
-                raise RecipeError(f"{where} is a mixture of experts, which cannot be trained; choose another, such as llama")
+            has_experts = any(name.endswith(("experts", "moe")) for name, _ in network.named_modules())
+            if to_train and has_experts and config.model_type not in networks.MIXTURES:
+                known = ", ".join(sorted(networks.MIXTURES))
+                raise RecipeError(f"{where} is a mixture of experts that cannot be trained; choose {known}")
             return
     if isinstance(failed, RecipeError):
         raise failed

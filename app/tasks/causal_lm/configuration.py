@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import DataError, RecipeError, did_you_mean
-from app.files import other_libraries, text_files
+from app.files import hub, other_libraries, text_files
 from app.files.text_files import parsed
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
@@ -76,33 +76,14 @@ def digest(recipe: ModelRecipe) -> dict[str, str]:
     return {"config.json of model.path": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
 
 
-def download(recipe: ModelRecipe) -> None:
-    """Fetch the config.json of a name of the hub into this machine's cache, if that is allowed. Raises DataError."""
-    if not (recipe.is_named and recipe.download):
-        return
-    try:
-        _hub_file(recipe, local_files_only=False)
-    except Exception as error:  # whatever the network says
-        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): check the network") from error
-
-
-def _hub_file(recipe: ModelRecipe, *, local_files_only: bool) -> str:
-    from huggingface_hub import hf_hub_download
-
-    return hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=local_files_only)
-
-
 def _read(recipe: ModelRecipe) -> dict[str, Any]:
     path = recipe.path or ""
+    is_named = hub.parsed(path) is not None
+    folder = hub.folder("model.path", path, weights=False) if is_named else Path(text_files.filled_in("model.path", path))
     try:
-        if recipe.is_named:
-            file = Path(_hub_file(recipe, local_files_only=True))
-        else:
-            file = Path(text_files.filled_in("model.path", path), "config.json")
-        return dict(parsed(file.read_bytes()).items())
+        return dict(parsed((folder / "config.json").read_bytes()).items())
     except FileNotFoundError as error:
-        hint = "set model.download=true to download it once" if recipe.is_named else "give a transformers folder"
-        raise RecipeError(f"model.path is {path}: config.json is missing ({error}): {hint}") from error
+        raise RecipeError(f"model.path is {path}: config.json is missing ({error}): give a transformers folder") from error
     except (OSError, ValueError, AttributeError) as error:
         raise RecipeError(f"model.path is {path}: its config.json is not one of transformers: {error!r}") from error
 
@@ -184,8 +165,14 @@ def export_files(sections: Sections, facts: Mapping[str, Any], info: Mapping[str
     if getattr(config, "bos_token_id", None) is None:
         config.bos_token_id = tokenizer.get("bos_id")
     generation = GenerationConfig.from_model_config(config).to_json_string()
-    for folder in (recipe["train.init_from"], sections.model.path):  # settings that came with the base weights are kept
-        if folder and (file := Path(folder).expanduser() / _GENERATION).is_file():
+    for key, place in (("train.init_from", recipe["train.init_from"] or ""), ("model.path", sections.model.path or "")):
+        # Settings that came with the base weights are kept.
+        try:
+            folder = hub.folder(key, place, weights=False) if hub.parsed(place) else Path(place).expanduser()
+        except DataError as error:  # of a run that was resumed on another machine
+            sys.stderr.write(f"note: the settings in {_GENERATION} are not kept: {error}\n")
+            continue
+        if place and (file := folder / _GENERATION).is_file():
             base = json.loads(file.read_bytes())
             ends = _end_tokens(base.get("eos_token_id"), tokenizer.get("eos_id"))
             generation = json.dumps({**base, "eos_token_id": ends}, indent=2)

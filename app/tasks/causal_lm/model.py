@@ -14,34 +14,42 @@ transformers is imported when a model is built, and no more of it than that mode
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from app.environment.topology import listed
-from app.errors import RecipeError, RunFolderError, did_you_mean
+from app.errors import PresetError, RecipeError, RunFolderError, did_you_mean
 from app.files import other_libraries
 from app.init import model_tensors
-from app.task import Adapters, LowRank
+from app.task import Adapters, FileParts, LowRank
+from app.tasks.causal_lm import context_parallel
 from app.tasks.causal_lm.configuration import network_config
 from app.tasks.causal_lm.sections import ModelRecipe
 
+MIXTURES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+"""Mixtures of experts that can be trained: routing uses no random numbers and no other rows."""
 PLAIN = frozenset(
     {
         "gemma", "gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
-        "qwen3", "smollm3", "stablelm", "starcoder2",
+        "qwen3", "smollm3", "stablelm", "starcoder2", *MIXTURES,
     }
 )  # fmt: skip
 """Families whose logits are what the last layer makes of the base model's output, and nothing more: shown by a test for each.
 Others scale or cap them, or may: all logits of these are computed, by their own `forward`."""
+SPLIT = PLAIN - {"stablelm", *MIXTURES}
+"""Families that context parallelism works with, shown by a test for each: layers pass the part of the rows on to attention."""
 LARGE_VOCABULARY = 4096
 """From this number of tokens on the head computes in chunks: the logits then are several times what the layers keep for the
 backward pass (a model of width H and L layers keeps about 34 H L bytes a token in half precision, Korthikanti et al. 2022,
@@ -53,6 +61,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEWEST_LOGITS = 2**26
 """A chunk has at least as many, 256 MiB in float32. On an H100 the host takes 1 ms to start a chunk's kernels: with chunks of
 256 tokens GPT-2 124M trained at 0.6 of the speed of whole logits. These keep the GPU busy for longer than that."""
+_EXPERTS = "samerun"
+"""Name of our function among transformers' implementations of experts."""
 _ADAPTER = "default"
 """peft's default name for a single set of adapters."""
 
@@ -71,6 +81,9 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any], *, folder: Path | None 
         known = ", ".join(sorted(PLAIN))
         raise RecipeError(f"model.head is chunked, which works for {known}, not for {config.model_type}: set auto or whole")
     config._attn_implementation = recipe.attention
+    if config.model_type in MIXTURES:
+        _register_experts()
+        config._experts_implementation = _EXPERTS
     try:
         kind = class_for(config)
         model: Any = kind(config) if folder is None else read_folder(folder, kind, config)
@@ -84,6 +97,27 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any], *, folder: Path | None 
     if recipe.lora_rank:
         _add_adapters(model, recipe)
     return model.train()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _register_experts() -> None:
+    """Register our function for the experts of a layer with transformers."""
+    from transformers.integrations import moe
+
+    def experts(layer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+        """Return the weighted sum of the chosen experts of each token, [T, H]; `chosen` and `weights` are [T, experts a token].
+
+        torch 2.14 has no grouped products in float64 or without data: each token's products are computed, or counted, alone.
+        Autocast does not cast for grouped products, so the weights are cast here.
+        """
+        if hidden.is_meta or hidden.dtype == torch.float64:
+            return moe.batched_mm_experts_forward(layer, hidden, chosen, weights)
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype, layer = torch.get_autocast_dtype(hidden.device.type), copy.copy(layer)
+            vars(layer)["_parameters"] = {name: it.to(dtype) for name, it in layer.named_parameters(recurse=False)}
+        return moe.grouped_mm_experts_forward(layer, hidden, chosen, weights)
+
+    moe.ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, experts)
 
 
 def read_folder(folder: Path, kind: Any, config: Any = None) -> nn.Module:
@@ -116,6 +150,24 @@ def refused(config: Any, attention: str, error: Exception) -> str:
     return f"transformers refuses a {config.model_type} with model.attention={attention}: {why}"
 
 
+def check_routing(config: Any, recipe: ModelRecipe) -> None:
+    """Raise RecipeError if routing or its loss would depend on the micro-batch, or if there are no experts to balance."""
+    settings = recipe.settings or {}
+    coefficient = settings.get("router_aux_loss_coef", 0)
+    if getattr(config, "output_router_logits", False) or coefficient:
+        found = f"router_aux_loss_coef {coefficient}" if coefficient else "output_router_logits true"
+        raise RecipeError(
+            f"the model's settings have {found}: transformers' balance loss is computed over a whole micro-batch, so it would "
+            "depend on the number of processes and on accumulation. Set model.settings={output_router_logits: false}, without "
+            "router_aux_loss_coef, and model.balance_loss, which is computed over each row"
+        )
+    if noise := getattr(config, "router_jitter_noise", 0):
+        raise RecipeError(f"router_jitter_noise is {noise}, whose random numbers depend on the micro-batch: set it to 0")
+    if recipe.balance_loss and config.model_type not in MIXTURES:
+        known = ", ".join(sorted(MIXTURES))
+        raise RecipeError(f"model.balance_loss is {recipe.balance_loss}, which is for {known}, not for {config.model_type}")
+
+
 def initialize(model: Any, unit: nn.Module) -> None:
     """Draw the weights of a part of the model by transformers' rules for it, from torch's global generator; buffers too."""
     for tensor in (*unit.parameters(), *unit.buffers()):
@@ -130,11 +182,60 @@ def initialize(model: Any, unit: nn.Module) -> None:
     unit.apply(draw)  # children first: a rule for a whole, such as one that scales by the depth, comes after those of its parts
 
 
+def file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileParts]:
+    """Return the names and parts of a mixture's tensors in transformers' files, as `app.task.Task.file_names`.
+
+    The experts of a layer are one tensor [experts, rows, columns] in the model, and one or two matrices per expert in most
+    files. transformers' conversion, applied to small tensors of consecutive numbers, two per expert, shows the layout.
+    """
+    if model.config.model_type not in MIXTURES:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion  # save_pretrained uses it (5.24)
+
+    numbered, owners = {}, list[str]()
+    for name, shape in shapes.items():
+        size = (shape[0], 2, 1) if len(shape) == 3 else (1,)
+        numbered[name] = torch.arange(len(owners), len(owners) + prod(size)).view(size)
+        owners += [name] * prod(size)
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    numbers = list[int]()
+    for file_name, part in sorted(revert_weight_conversion(model, numbered).items(), key=lambda named: int(named[1].min())):
+        name = owners[len(numbers)]
+        numbers += part.flatten().tolist()
+        rows, *columns = shapes[name][-2:]
+        is_matrix = part.ndim < numbered[name].ndim
+        found.setdefault(name, {})[file_name] = (part.numel() * rows // 2, *columns) if is_matrix else shapes[name]
+    assert numbers == list(range(len(owners))), "the parts of an expert's tensor are not consecutive in its file"
+    return {name: parts for name, parts in found.items() if [*parts] != [name]}
+
+
 class _ComputesLoss:
     """Mixed into a class of transformers: with labels, `forward` returns a loss without all logits."""
 
-    def forward(self, *args: Any, labels: Tensor | None = None, by_row: bool = False, **named: Any) -> Any:
+    _sequence_mesh: DeviceMesh | None = None
+    """The processes that have the parts of each row, under context parallelism."""
+    _is_eager = False
+
+    def split_sequences(self: Any, mesh: DeviceMesh) -> None:
+        """Compute the losses of rows, from now on, together with the other processes of a mesh of one dimension.
+
+        Raises PresetError if the network cannot.
+        """
+        if self.config.model_type not in SPLIT:
+            known = ", ".join(sorted(SPLIT))
+            raise PresetError(
+                f"context parallelism can split the sequences of {known}, and the network is a {self.config.model_type}: "
+                "use fsdp2.yaml"
+            )
+        self._sequence_mesh, self._is_eager = mesh, self.config._attn_implementation == "eager"
+        context_parallel.register(self)
+
+    def forward(
+        self, *args: Any, labels: Tensor | None = None, by_row: bool = False, balance: bool = False, **named: Any
+    ) -> Any:
         """Return what transformers' own does; with labels, int64 [B, S], shifted already, their sum of nats, or [B] `by_row`.
+
+        With `balance`, return the result of `_balance_loss` too.
 
         Labels of -100 do not count. There is neither a cache nor an attention mask then: with either, the documents of a row,
         whose `position_ids` begin anew, would see each other.
@@ -145,12 +246,35 @@ class _ComputesLoss:
             length = labels.shape[1]
             named["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool, device="meta")
             named |= {"position_ids": labels} if self.config.model_type == "opt" else {}  # type: ignore[attr-defined]  # or it counts them by the mask
+        mesh = self._sequence_mesh
+        if mesh is not None:
+            labels, named = context_parallel.split(mesh, labels, named, is_eager=self._is_eager, ignored=IGNORED)
         head = self.get_output_embeddings()  # type: ignore[attr-defined]
         if isinstance(head, Head):
-            hidden = self.base_model(*args, use_cache=False, **named).last_hidden_state  # type: ignore[attr-defined]
-            return head(hidden, labels, by_row=by_row)
-        logits = super().forward(*args, use_cache=False, **named).logits  # type: ignore[misc]
-        return nats_of(logits, labels, by_row=by_row)
+            named |= {"output_router_logits": True} if balance else {}
+            found = self.base_model(*args, use_cache=False, **named)  # type: ignore[attr-defined]
+            nats = head(found.last_hidden_state, labels, by_row=by_row)
+            if balance:
+                return nats, self._balance_loss(found.router_logits, labels)
+        else:
+            logits = super().forward(*args, use_cache=False, **named).logits  # type: ignore[misc]
+            nats = nats_of(logits, labels, by_row=by_row)
+        return nats if mesh is None else context_parallel.summed(nats, mesh)
+
+    def _balance_loss(self, router_logits: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the sum of the rows' balance losses, each times its labels that count; `router_logits` are [T, E] per layer.
+
+        A row's loss is DeepSeek-V3's sequence-wise loss without its factor (arXiv:2412.19437, equations 17 to 20), added over
+        the layers: the sum over the E experts of f P, where P is an expert's mean probability in the row, and f its number of
+        tokens relative to an even split.
+        """
+        of_rows: Any = 0
+        for logits in router_logits:
+            shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1).view(*labels.shape, -1)
+            chosen = shares.topk(self.config.num_experts_per_tok).indices  # type: ignore[attr-defined]
+            used = torch.zeros_like(shares).scatter(-1, chosen, shares.shape[-1] / chosen.shape[-1])
+            of_rows = of_rows + (used.mean(1) * shares.mean(1)).sum(-1)
+        return (of_rows * (labels != IGNORED).sum(1)).sum()  # type: ignore[no-any-return]
 
 
 def class_for(config: Any) -> type[nn.Module]:
@@ -276,8 +400,10 @@ def _nats_of_part(logits: Tensor, targets: Tensor, weight: DTensor) -> Tensor:
     return nats.where(targets != IGNORED, 0.0)
 
 
-def _lora_config(recipe: ModelRecipe) -> Any:
-    targets = "all-linear" if recipe.lora_targets is None else list(recipe.lora_targets)
+def _lora_config(recipe: ModelRecipe, model: Any) -> Any:
+    targets: Any = "all-linear" if recipe.lora_targets is None else list(recipe.lora_targets)
+    if recipe.lora_targets is None and model.config.model_type in MIXTURES:
+        targets = _attention_layers(model)
     alpha = 2 * (recipe.lora_rank or 0) if recipe.lora_alpha is None else recipe.lora_alpha
     try:
         return other_libraries.lora_config(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
@@ -285,7 +411,12 @@ def _lora_config(recipe: ModelRecipe) -> Any:
         raise RecipeError('model.lora_rank is set, which needs peft: pip install -e ".[lora]"') from error
 
 
-def _add_adapters(model: nn.Module, recipe: ModelRecipe) -> None:
+def _attention_layers(model: nn.Module) -> list[str]:
+    attention = (module for name, module in model.named_modules() if name.endswith(".self_attn"))
+    return sorted({name for module in attention for name, _ in module.named_children() if name.endswith("_proj")})
+
+
+def _add_adapters(model: Any, recipe: ModelRecipe) -> None:
     """Give the chosen layers adapters, and freeze all else. Raises RecipeError for layers that cannot have them."""
     names = {f".{name}": module for name, module in model.named_modules()}
     for target in recipe.lora_targets or ():  # peft refuses a name only if all are wrong
@@ -293,10 +424,15 @@ def _add_adapters(model: nn.Module, recipe: ModelRecipe) -> None:
             layers = {name.rpartition(".")[2] for name, it in names.items() if type(it).__name__ in ("Linear", "Conv1D")}
             hint = did_you_mean(target, layers, then=f"its layers are {listed(sorted(layers), 20)}")
             raise RecipeError(f"model.lora_targets has {target}, and no layer of the model has that name; {hint}")
+        known = _attention_layers(model)
+        if model.config.model_type in MIXTURES and target.rpartition(".")[2] not in known:  # peft may adapt experts by it too
+            raise RecipeError(
+                f"model.lora_targets has {target}, and in a mixture of experts only {', '.join(known)} can have adapters"
+            )
     try:
         with warnings.catch_warnings():  # layers of GPT-2 hold their weights transposed, which peft corrects with a warning
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            other_libraries.add_lora(_lora_config(recipe), model, _ADAPTER)
+            other_libraries.add_lora(_lora_config(recipe, model), model, _ADAPTER)
     except ValueError as error:
         raise RecipeError(f"model.lora_targets is {recipe.lora_targets}: {error}") from error
 
@@ -318,7 +454,7 @@ def adapters(model: nn.Module, recipe: ModelRecipe) -> Adapters:
         sums[f"{place}.weight"] = LowRank(down, up, layer.scaling[_ADAPTER], bool(layer.fan_in_fan_out))
     matrices = [name for low in sums.values() for name in (low.down, low.up)]
     alone = {name: f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}" for name in matrices}
-    config = _lora_config(recipe)  # adapter_config.json: peft needs it to add the adapters to the layers again
+    config = _lora_config(recipe, model)  # adapter_config.json: peft needs it to add the adapters to the layers again
     config.inference_mode, config.fan_in_fan_out = True, any(low.transposed for low in sums.values())
     about = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return Adapters(names, sums, alone, about)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from app.errors import did_you_mean
+from app.files import hub
 from app.recipe.kinds import POSITIVE, Problem, Range, problem, weights_problem
 
 NAMES = {
@@ -112,8 +113,9 @@ def _name(source: Mapping[str, Any]) -> str:
 class ModelRecipe:
     """The network, one of transformers."""
 
-    not_learnt: ClassVar[tuple[str, ...]] = ("attention", "head", "download")
+    not_learnt: ClassVar[tuple[str, ...]] = ("attention", "head")
     places: ClassVar[tuple[str, ...]] = ("path",)
+    hub: ClassVar[tuple[str, ...]] = ("path",)
     not_left: ClassVar[tuple[str, ...]] = ("lora_rank", "lora_alpha", "lora_targets")
 
     architecture: str | None = None
@@ -140,13 +142,11 @@ class ModelRecipe:
     not). Attention has no dropout unless model.settings sets it."""
     settings: Mapping[str, Any] | None = field(default=None, hash=False)
     """Further settings of the architecture by transformers' names, such as {sliding_window: 1024, rms_norm_eps: 1e-5}."""
+    balance_loss: Annotated[float, Range(ge=0)] = 0.0
+    """Factor of the loss that balances a mixture of experts over each row (docs/language-models.md), such as 0.001. 0: none."""
     path: str | None = None
-    """Folder with transformers' config.json, or a hub name, that describes the network and replaces the keys above. For the
-    weights give train.init_from too."""
-    revision: str | None = None
-    """Commit of the hub name in model.path, all 40 digits."""
-    download: bool = False
-    """Allow one process per node to download the config.json of a hub name."""
+    """Folder with transformers' config.json, or hub:OWNER/NAME@REVISION, that describes the network and replaces the keys
+    above. For the weights give train.init_from too, for downloads train.download=true."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """Attention implementation, by transformers' names: sdpa is torch's own, flash_attention_2 a separate package for GPUs."""
     head: Literal["auto", "whole", "chunked"] = "auto"
@@ -159,18 +159,14 @@ class ModelRecipe:
     lora_alpha: Annotated[float | None, POSITIVE] = None
     """LoRA's alpha: updates are scaled by lora_alpha / lora_rank. None: twice lora_rank, a factor of 2."""
     lora_targets: tuple[str, ...] | None = None
-    """Layers that get adapters, by the ends of their names, such as q_proj,v_proj. None: all linear layers but the last."""
+    """Layers that get adapters, by the ends of their names, such as q_proj,v_proj. None: all linear layers but the last; in a
+    mixture of experts, the linear layers of the attention."""
 
     @property
     def chosen(self) -> dict[str, Any]:
         """Return what is given of the network's size, by the names of the keys."""
         values = {key: getattr(self, key) for key in NAMES}
         return {key: value for key, value in values.items() if value is not None}
-
-    @property
-    def is_named(self) -> bool:
-        """Whether `path` is a name of the hub, `owner/name`, and no folder."""
-        return self.path is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path)) and not Path(self.path).is_dir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,15 +193,12 @@ class Sections:
         for key in ("model.lora_alpha", "model.lora_targets"):
             if attrgetter(key)(self) is not None and not model.lora_rank:
                 yield problem(self, "this is for adapters: set lora_rank too, for example to 8", key, "model.lora_rank")
-        if model.revision is not None and not model.is_named:
-            yield problem(self, "revision is for a model on the hub: remove it", "model.revision", "model.path")
-        if model.is_named and not re.fullmatch("[0-9a-f]{40}", model.revision or ""):
-            commit = "revision must be a commit, with all 40 hexadecimal digits, because branches and tags move"
-            text = f"on the hub, {commit}; if path is meant to be a folder, it does not exist"
-            yield problem(self, text, "model.revision", "model.path")
+        if hub.is_malformed(model.path):
+            yield problem(self, hub.EXPECTED, "model.path")
         if model.path is not None:
             if keys := (*(["architecture"] if model.architecture else []), *model.chosen):
-                where = "" if model.is_named or Path(model.path).expanduser().exists() else "there is no such folder here, and "
+                is_there = model.path.startswith(hub.PREFIX) or Path(model.path).expanduser().exists()
+                where = "" if is_there else "there is no such folder here, and "
                 text = f"{where}the config.json of path sets {', '.join(keys)} too: leave path out, or set these keys to null"
                 yield problem(self, text, f"model.{keys[0]}", "model.path")
             return
@@ -226,5 +219,6 @@ class Sections:
         """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
         if self.data.problem():
             return {}
+        path = self.model.path
         there = {f"data.sources, {name}," if name else "data.path": path for name, path in self.data.folders.items()}
-        return {**there, **({} if self.model.path is None or self.model.is_named else {"model.path": self.model.path})}
+        return {**there, **({} if path is None or path.startswith(hub.PREFIX) else {"model.path": path})}

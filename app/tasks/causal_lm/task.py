@@ -18,7 +18,7 @@ from app.data.mixture import Mixture
 from app.data.samples import Batch, Splits
 from app.errors import DataError, RecipeError
 from app.files import text_files
-from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
+from app.task import Adapters, FileParts, Form, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.causal_lm import causality, configuration, generate
 from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.configuration import network_config
@@ -41,11 +41,6 @@ class CausalLM(Task):
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def prepare_data(self) -> CausalLM:
-        """Download the configuration of the network, if the recipe says so."""
-        configuration.download(self._sections.model)
-        return self
-
     def check_training(self) -> None:
         """Raise RecipeError for a network that sees later tokens, or cannot be trained."""
         self._check(to_train=True)
@@ -58,6 +53,8 @@ class CausalLM(Task):
         )
         masks = self._sections.data.document_masks
         causality.check(config, recipe.attention, where, document_masks=masks, to_train=to_train)
+        if to_train:
+            networks.check_routing(config, recipe)
 
     def samples(self, split: Split) -> Rows | Mixture | None:
         """Open a split as rows, of one text or of a mixture; None: the text has no such split.
@@ -171,8 +168,12 @@ class CausalLM(Task):
         return {**made, **{name: batch[name] for name in ("bytes", "samples", "numbers") if name in batch}}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
-        """Return the mean of nats over the tokens that count."""
-        return Loss.of(model(**_inputs(batch)), (batch["labels"] != IGNORED).sum())
+        """Return the mean of nats over the tokens that count, with the weighted balance loss of a mixture of experts."""
+        count, weight = (batch["labels"] != IGNORED).sum(), self._sections.model.balance_loss
+        if not weight:
+            return Loss.of(model(**_inputs(batch)), count)
+        nats, balance = model(**_inputs(batch), balance=True)
+        return Loss.of(nats + weight * balance, count, {"balance_loss": (balance.detach(), count)})
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
@@ -215,6 +216,10 @@ class CausalLM(Task):
     def adapters(self, model: nn.Module) -> Adapters | None:
         """Return how adapters of low rank are added to the weights, where the recipe has some."""
         return networks.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
+
+    def file_names(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, FileParts]:
+        """Return the names and parts of experts in transformers' files."""
+        return networks.file_names(model, shapes)
 
     def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""

@@ -1,7 +1,7 @@
 """The networks, and the loss on their outputs. Knows no device and no rank.
 
-`build` gives the small `convnet` or any classification model of torchvision, with new weights that depend on torch's seed
-alone. Both are what plain torch builds under these names, so that their weights load without this package.
+`build` gives the small `convnet` or any classification model of torchvision or timm, with new weights that depend on torch's
+seed alone. All are what the libraries build under these names, so that their weights load without this package.
 
 Shapes: B samples in a micro-batch, C channels, H x W pixels, K classes.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,8 @@ from torch.nn import functional as F
 
 from app.distributed.numerics import HALF
 from app.errors import RecipeError
-from app.tasks.image_classification.sections import CONVNET, ModelRecipe, model_name_problem
+from app.tasks.image_classification import timm_models
+from app.tasks.image_classification.sections import CONVNET, TIMM, ModelRecipe, model_name_problem, torchvision_arguments
 
 _MAX_GROUPS = 8
 _BLOCKS = {
@@ -36,7 +36,7 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
     Its output is [B, K=num_classes]. The weights are drawn from torch's global generator, in float32. Raises RecipeError if the
     name is unknown, or the network does not take images of this size.
     """
-    make = _convnet if recipe.name == CONVNET else _torchvision_model
+    make = _convnet if recipe.name == CONVNET else _timm_model if recipe.name.startswith(TIMM) else _torchvision_model
     model = make(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     _check_shapes(recipe.name, model, channels=channels, image_size=image_size, num_classes=num_classes)
     return model
@@ -108,25 +108,18 @@ def _torchvision_model(recipe: ModelRecipe, *, channels: int, image_size: tuple[
         here = f"model.name is {name!r}: the installed torchvision {torchvision.__version__} has no such model"
         raise RecipeError(model_name_problem(name) or here)
     try:
-        model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
+        model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **torchvision_arguments(name, image_size))
     except (AssertionError, ValueError) as error:  # how vit and maxvit refuse a size
         raise _unsuitable(name, channels, image_size, error) from error
     _adapt_first_convolution(model, channels)
     return model
 
 
-def _arguments(name: str, image_size: tuple[int, int]) -> dict[str, Any]:
-    """Arguments of a family of torchvision beyond the number of classes."""
-    if name.startswith("vit_"):
-        if image_size[0] != image_size[1]:
-            raise ValueError("this model needs square images")
-        return {"image_size": image_size[0]}
-    if name.startswith("maxvit"):
-        return {"input_size": image_size}
-    if name in ("googlenet", "inception_v3"):
-        # One output, and the initial weights of the papers; without the latter torchvision warns of a coming change.
-        return {"aux_logits": False, "init_weights": True}
-    return {}
+def _timm_model(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+    try:
+        return timm_models.build(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
+    except (AssertionError, ValueError, RuntimeError, TypeError) as error:  # how timm's models refuse a size
+        raise _unsuitable(recipe.name, channels, image_size, error) from error
 
 
 def _adapt_first_convolution(model: nn.Module, channels: int) -> None:
@@ -171,5 +164,5 @@ def _unsuitable(name: str, channels: int, image_size: tuple[int, int], error: Ex
     height, width = image_size
     return RecipeError(
         f"model.name is {name}, which does not take images of {height}x{width} pixels with {channels} channel(s) ({error}): "
-        "set data.image_size (torchvision's models expect 224 or more), or choose another model.name"
+        "set data.image_size (most models expect 224 or more), or choose another model.name"
     )

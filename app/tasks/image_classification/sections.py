@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from app.errors import did_you_mean
 from app.recipe.kinds import NOT_NEGATIVE, POSITIVE, SHARE, Problem, Range, problem
 
 CONVNET = "convnet"
+TIMM = "timm:"
+"""Prefix of the names of timm's models."""
 _TORCHVISION_MODELS = Path(__file__).with_name("torchvision_models.txt")
 """Names that `torchvision.models.list_models` gives: a login node, without torch, refuses a misspelt one before the queue."""
 
@@ -65,6 +67,8 @@ class DataRecipe:
     """Side of the square image that the model gets, in pixels. None: as stored; all images must have one size."""
     resize_size: Annotated[int | None, POSITIVE] = None
     """In evaluation, resize the shorter side to N pixels before the center crop to image_size. None: image_size."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """Interpolation of resized images, antialiased."""
     mean: tuple[float, ...] = (0.5,)
     """Mean to subtract from pixel values scaled to 0..1: one per channel, or one for all."""
     std: Annotated[tuple[float, ...], POSITIVE] = (0.25,)
@@ -113,7 +117,9 @@ class ModelRecipe:
     """The network."""
 
     name: str = "convnet"
-    """`convnet`, or the name of any torchvision classification model (resnet18, vit_b_16, ...)."""
+    """`convnet`, the name of any torchvision classification model (resnet18, vit_b_16, ...), or timm:NAME for timm's, such as
+    timm:resnet50.a1_in1k. With timm:NAME, keys that the recipe leaves out (data.image_size, resize_size, interpolation, mean,
+    std) have the values of timm's configuration: of the config.json in train.init_from, or else of the name."""
     norm: Literal["group", "batch", "identity"] = "group"
     """Normalization of the convnet; identity: none. Batch statistics depend on the micro-batch size, group statistics do
     not."""
@@ -158,6 +164,12 @@ class Sections:
             yield problem(self, "give each one value per channel, or one for all", "data.mean", "data.std")
 
     @property
+    def model_keys(self) -> tuple[str, ...]:
+        """Keys that get values of the model if the recipe leaves them out (`ImageClassification.model_defaults`)."""
+        keys = ("image_size", "resize_size", "interpolation", "mean", "std")
+        return tuple(f"data.{key}" for key in keys) if self.model.name.startswith(TIMM) else ()
+
+    @property
     def group_size(self) -> int:
         """How many neighbouring samples are computed with together: every micro-batch holds whole groups of them."""
         return 2 if self.augment.mixes_pairs else 1
@@ -187,8 +199,26 @@ def model_names() -> tuple[str, ...]:
 
 
 def model_name_problem(name: str) -> str | None:
-    """Return what is wrong with a value of model.name, with the nearest names that exist, or None."""
-    if name in model_names():
+    """Return what is wrong with a value of model.name, with the nearest names that exist, or None.
+
+    The names of timm are not known here, without timm.
+    """
+    if name in model_names() or re.fullmatch(rf"{TIMM}\w[\w.-]*", name, re.ASCII):
         return None
-    hint = did_you_mean(name, model_names(), otherwise="expected convnet or a torchvision model (or task=causal_lm)")
+    otherwise = "expected convnet, a torchvision model or timm:NAME (or task=causal_lm)"
+    hint = did_you_mean(name, model_names(), otherwise=otherwise)
     return f"model.name is {name!r}: no such model; {hint}"
+
+
+def torchvision_arguments(name: str, image_size: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a torchvision model for images of this size, but for the number of classes. Raises ValueError."""
+    if name.startswith("vit_"):
+        if image_size[0] != image_size[1]:
+            raise ValueError("this model needs square images")
+        return {"image_size": image_size[0]}
+    if name.startswith("maxvit"):
+        return {"input_size": image_size}
+    if name in ("googlenet", "inception_v3"):
+        # One output, and the initial weights of the papers; without the latter torchvision warns of a coming change.
+        return {"aux_logits": False, "init_weights": True}
+    return {}

@@ -6,7 +6,8 @@ Shapes: B samples in a batch, C channels, H x W pixels, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from app.data.samples import Batch, Splits
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
 from app.task import Form, Loss, Scores, Split, Table, Task, Totals
-from app.tasks.image_classification import models, predictions
+from app.tasks.image_classification import models, predictions, timm_models
 from app.tasks.image_classification.data import images
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.decoding import Framing, as_pillow, decode, resize
@@ -47,6 +48,10 @@ class ImageClassification(Task):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageClassification, (self._sections,)
+
+    def model_defaults(self, left_out: Collection[str], init_from: str | None) -> tuple[Mapping[str, Any], str]:
+        """Return values of the model for keys of a recipe that leaves out some, and their origin. Raises RecipeError."""
+        return timm_models.preprocessing(self._sections.model.name, self._sections.data, left_out, init_from)
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -197,12 +202,12 @@ class ImageClassification(Task):
         """Return the `top` most likely classes of each image file, and their probabilities. Raises DataError."""
         found, form, classes = [], Form(next(model.parameters()).dtype), self._facts["classes"]
         height, width = self._facts["image_size"]
-        framing = Framing(image_size=height, resize_size=self._sections.data.resize_size)
+        framing = replace(Framing.of(self._sections, training=False), image_size=height)
         for file in inputs:
             with reading(file):
                 content = file.read_bytes()
             image = decode(content, channels=self._facts["channels"], name=str(file))
-            image = framing.fixed(image) if height == width else resize(image, (height, width))
+            image = framing.fixed(image) if height == width else resize(image, (height, width), framing.interpolation)
             none = torch.zeros(1, dtype=torch.int64)
             batch = self.preprocess({"images": image[None], "labels": none, "samples": none}, None, form=form)
             probabilities, best = model(batch["inputs"])[0].softmax(dim=0).topk(min(top, len(classes)))

@@ -42,8 +42,8 @@ _RULE = (
 )
 _REQUIRED = ("samples(self, split)", "model(self, metadata)", "loss(self, model, batch)")
 _UNCHECKED = (
-    "check_training", "data_digests", "metadata_without_data", "notes", "init_module", "head", "adapters", "preview",
-    "export_files", "predict",
+    "check_training", "data_digests", "metadata_without_data", "notes", "init_module", "head", "adapters", "file_names",
+    "preview", "export_files", "predict",
 )  # fmt: skip
 """Methods of the user's that are called without a check of their arguments and results."""
 _RUN_FILES = ("run.json", "model.json", "metrics.jsonl", "ledger.jsonl")

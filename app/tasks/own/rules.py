@@ -97,7 +97,7 @@ def check(
     `model` is whole, with weights, not prepared. Raises DataError if a sample cannot be read.
     """
     assert not is_sharded(model)
-    device, plan, tensor_parallel = runtime.device, runtime.plan, runtime.launched.tensor_parallel
+    device, plan, each = runtime.device, runtime.plan, runtime.launched.processes_per_rank
     home, dtype = (first := next(model.parameters())).device, first.dtype
     size, half = _sizes(recipe, plan.micro_batch)
     numbers = np.resize(evenly(len(samples), size), size)
@@ -156,8 +156,8 @@ def check(
         batch = ready(numbers)
         with eager, autocast, _FirstDraw(model, batch, dropout):
             _forward(task, model, batch, dropout)
-    if first_pass.draws and plan.passes * tensor_parallel > 1:  # else a note reports it
-        raise TrainingError(dropout.said_of_others(plan, parts=tensor_parallel))
+    if first_pass.draws and plan.passes * each > 1:  # else a note reports it
+        raise TrainingError(dropout.said_of_others(plan, parts=each))
     dropout.compare(first_pass.rows, [one.rows for one in found])
     # A batch normalization without running statistics uses the pass's own: a note reports it.
     if found and not first_pass.draws and all(layer.running_mean is not None for layer in stored):

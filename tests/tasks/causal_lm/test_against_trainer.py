@@ -28,7 +28,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_answers(tmp_path_factory.mktemp("texts") / "answers")
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("gpt2", "qwen3_moe")),
+        *(pytest.param(it, marks=pytest.mark.long) for it in ("mixtral", "olmoe", "qwen2_moe")),
+    ],
+)
 def test_losses_are_those_of_the_trainer(answers: Path, tmp_path: Path, architecture: str) -> None:
     network = save_network(tmp_path / "network", architecture)
     (tmp_path / "ours.yaml").write_text(RECIPE)

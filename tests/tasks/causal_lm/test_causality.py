@@ -23,8 +23,8 @@ PLAN = ("samerun", "plan", "--recipe", "lm_tiny", "--devices", "2", "--device", 
     ("command", "architecture", "sentence"),
     [
         (TRAIN, "bert", "bert sees later tokens: its logits at position 0 change with the tokens from"),
-        (TRAIN, "mixtral", "model.architecture=mixtral is a mixture of experts, which cannot be trained"),
-        (PLAN, "mixtral", "mixtral is a mixture of experts"),
+        (TRAIN, "phimoe", "model.architecture=phimoe is a mixture of experts that cannot be trained; choose gpt_oss, mixtral"),
+        (PLAN, "phimoe", "phimoe is a mixture of experts"),
         (TRAIN, "gemma2", "transformers has no gemma2 with model.attention=sdpa: set model.attention=eager"),
     ],
 )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from app.checkpoints import stored_weights, tensor_file
 from app.errors import RecipeError
 from app.init import filling
+from app.init.region import Region
+from app.metrics import clock
 from app.recipe.recipe_file import load
 from app.tasks.causal_lm import model
 from app.tasks.causal_lm.configuration import network_config
@@ -27,13 +32,23 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": True},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64},
     "gemma2": {"final_logit_softcapping": 5.0, "layer_types": None},
-}
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
 FACTS = {"vocab_size": 97, "sequence_length": 24, "tokenizer": {}, "document_masks": False}
 
 
 def built(architecture: str, *, seed: int = 0, **keys: Any) -> nn.Module:
     """A tiny network in float64, with weights large enough that every part of it shows in the loss."""
-    attention = "eager" if architecture == "gemma2" else "sdpa"  # it caps attention too, which sdpa does not
+    attention = "eager" if architecture in ("gemma2", "gpt_oss") else "sdpa"  # of attention with caps or sinks
     recipe = ModelRecipe(
         architecture=architecture, **{**TINY, "settings": MORE.get(architecture), "attention": attention, **keys}
     )
@@ -57,6 +72,8 @@ def theirs(network: nn.Module) -> nn.Module:
     """transformers' own network with the same weights."""
     own = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[network.config.model_type])(network.config).double()
     own.load_state_dict(network.state_dict())
+    if network.config.model_type in model.MIXTURES:
+        own.set_experts_implementation("eager")  # a loop over the experts
     return own.train()
 
 
@@ -85,6 +102,85 @@ def test_loss_and_gradient_are_those_of_transformers(architecture: str, head: st
         by_row = ours(input_ids=tokens, labels=labels, by_row=True)
     torch.testing.assert_close(by_row.sum(), found.detach(), rtol=1e-12, atol=0)
     assert by_row[2] == 0
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_the_balance_loss_is_of_each_row_alone(architecture: str) -> None:
+    """By its formula, from the experts that the routers really choose."""
+    network, (tokens, labels) = built(architecture), rows()
+    routed: list[tuple[torch.Tensor, ...]] = []
+    for module in network.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _module, _inputs, outputs: routed.append(outputs))
+    nats, found = network(input_ids=tokens, labels=labels, balance=True)
+    assert torch.equal(nats, network(input_ids=tokens, labels=labels))
+    expected, (experts, chosen) = 0.0, (4, 2)
+    for logits, _, indices in routed[:2]:
+        for of_row, its, row in zip(logits.softmax(-1).split(24), indices.split(24), labels, strict=True):
+            shares = [experts / (chosen * 24) * int((its == expert).sum()) for expert in range(experts)]
+            balance = sum(share * of_row[:, expert].mean() for expert, share in enumerate(shares))
+            expected = expected + balance * int((row != IGNORED).sum())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    alone = [network(input_ids=row[None], labels=its[None], balance=True)[1] for row, its in zip(tokens, labels, strict=True)]
+    torch.testing.assert_close(found, sum(alone), rtol=1e-12, atol=0)
+    found.backward()
+    assert all(it.grad.any() for name, it in network.named_parameters() if name.endswith(("gate.weight", "router.weight")))
+
+
+@pytest.mark.parametrize("architecture", sorted(model.MIXTURES))
+def test_experts_are_in_files_as_transformers_saves_them(architecture: str, tmp_path: Path) -> None:
+    network = built(architecture).float()
+    theirs(network).float().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    task = CausalLM(Sections())
+    written = stored_weights.for_files(tensor_file.contents(dict(network.named_parameters())), task, network)
+    tensor_file.write(tmp_path / "ours.safetensors", written)
+    ours = load_file(tmp_path / "ours.safetensors")
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in saved)
+    found = stored_weights.joined(stored_weights.open_stored(tmp_path / "model.safetensors"), task, network)
+    assert {name: it.shape for name, it in found.items()} == {name: it.shape for name, it in network.named_parameters()}
+    for name, whole in network.named_parameters():  # as two ranks read it, and the second column of each expert
+        half, size = whole.numel() // 3, whole[0].numel()
+        columns = [Region.made(1, len(whole), 1, size)] if size > 1 else []
+        for region in (Region.flat(0, half), Region.flat(half, whole.numel() - half), *columns):
+            values = torch.empty(region.count)
+            found[name].read_into(values, region)
+            assert torch.equal(values, region.take(whole.detach())), (name, region)
+
+
+def test_experts_compute_in_the_precision_of_autocast() -> None:
+    network = built("mixtral").float()
+    layer = network.model.layers[0].mlp
+    hidden = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer.experts(hidden[0], *layer.gate(hidden)[:0:-1])
+        halved = copy.deepcopy(layer.experts).bfloat16()(hidden[0], *layer.gate(hidden)[:0:-1])
+    assert torch.equal(found, halved)
+
+
+def test_only_the_chosen_experts_are_counted() -> None:
+    flops, tokens = {}, torch.empty(2, 24, dtype=torch.int64, device="meta")
+    for experts in (4, 8):
+        network = built("mixtral", settings={"num_local_experts": experts}).float()
+        flops[experts] = clock.training_flops(network, lambda called: called(input_ids=tokens, labels=tokens))
+    # 6 FLOPs per token and weight: in 2 layers the routers are larger, and still 2 experts are chosen.
+    assert flops[8] - flops[4] == 6 * 48 * 2 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"settings": {"output_router_logits": True}}, "output_router_logits true: transformers' balance loss is computed"),
+        ({"settings": {"router_aux_loss_coef": 0.01}}, "router_aux_loss_coef 0.01"),
+        ({"settings": {"router_jitter_noise": 0.1}}, "router_jitter_noise is 0.1"),
+        ({"architecture": "llama", "balance_loss": 0.1}, "model.balance_loss is 0.1, which is for gpt_oss, mixtral, "),
+    ],
+)
+def test_routing_that_depends_on_the_micro_batch_is_refused(keys: dict[str, Any], text: str) -> None:
+    recipe = ModelRecipe(**{"architecture": "mixtral", **keys})
+    with pytest.raises(RecipeError, match=text):
+        model.check_routing(network_config(recipe), recipe)
 
 
 def test_a_tied_last_layer_stays_tied() -> None:
@@ -127,6 +223,10 @@ def test_documents_that_begin_anew_do_not_see_each_other() -> None:
             {"lora_rank": 2, "lora_targets": ("o_proj", "q_prj")},
             "model.lora_targets has q_prj, and no layer",
         ),
+        (
+            {"architecture": "qwen2_moe", "lora_rank": 2, "lora_targets": ("gate_proj",)},
+            "has gate_proj, and in a mixture of experts only k_proj, o_proj, q_proj, v_proj can have adapters",
+        ),
         ({"attention": "flash_attention_2"}, "transformers refuses a llama with model.attention=flash_attention_2"),
     ],
 )
@@ -160,16 +260,15 @@ def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_sections_that_contradict_themselves() -> None:
-    sizes = ModelRecipe(hidden_size=30, heads=4, key_value_heads=3, revision="main", positions=5, lora_alpha=2.0)
+    sizes = ModelRecipe(hidden_size=30, heads=4, key_value_heads=3, positions=5, lora_alpha=2.0)
     assert [problem.keys for problem in Sections(data=DataRecipe(sequence_length=6), model=sizes).contradictions()] == [
         ("model.lora_alpha", "model.lora_rank"),
-        ("model.revision", "model.path"),
         ("model.hidden_size", "model.heads"),
         ("model.heads", "model.key_value_heads"),
         ("data.sequence_length", "model.positions"),
     ]
-    commit, layers = Sections(model=ModelRecipe(path="owner/name", layers=2)).contradictions()
-    assert "all 40 hexadecimal digits" in commit
+    malformed, layers = Sections(model=ModelRecipe(path="hub:name", layers=2)).contradictions()
+    assert malformed.startswith('model.path is "hub:name": expected hub:OWNER/NAME or hub:OWNER/NAME@REVISION')
     assert layers.keys == ("model.layers", "model.path")
 
 

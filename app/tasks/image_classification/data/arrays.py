@@ -160,6 +160,7 @@ def decoded_once(images: Images) -> Images:
                 advance(len(indices))
 
     made_of = [*images.made_of, images.fingerprint, images.channels, framing.image_size, framing.resize_size]
+    made_of += [framing.interpolation] * (framing.interpolation != "bilinear")
     kept = keep(made_of, size_bytes, lambda: Unstored(shape, chunks(), labels, images.classes))
     return replace(kept, where=images.where, fingerprint=images.fingerprint)
 

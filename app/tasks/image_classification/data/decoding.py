@@ -8,7 +8,7 @@ libjpeg-turbo with its default settings and Pillow copies the image into an arra
 torchcodec does not, and reports what is damaged. torchvision's own decoders are deprecated since 0.29.
 
 The geometry is torchvision's, so that published recipes keep their meaning: `Resize` and `CenterCrop`, or
-`RandomResizedCrop`, all bilinear with antialiasing. The random crop is a function of the sample's draws alone.
+`RandomResizedCrop`, all with antialiasing. The random crop is a function of the sample's draws alone.
 """
 
 from __future__ import annotations
@@ -170,14 +170,17 @@ class Framing:
     """Side in pixels of the images; None: as stored."""
     resize_size: int | None = None
     """Pixels the shorter side gets before the center crop; None: image_size."""
+    interpolation: str = "bilinear"
+    """Interpolation of resized images, "bilinear" or "bicubic"."""
     min_area: float | None = None
     """Smallest share of the stored image that a random crop keeps; None: the center crop. Needs image_size."""
 
     @classmethod
     def of(cls, recipe: Sections, *, training: bool) -> Framing:
         """Return the framing a recipe asks for; only training images are cropped at random."""
-        data, min_area = recipe.data, recipe.augment.resized_crop_min_area
-        return cls(image_size=data.image_size, resize_size=data.resize_size, min_area=min_area if training else None)
+        data, min_area = recipe.data, recipe.augment.resized_crop_min_area if training else None
+        sizes = {"image_size": data.image_size, "resize_size": data.resize_size}
+        return cls(**sizes, interpolation=data.interpolation, min_area=min_area)
 
     def size_of(self, stored: tuple[int, int]) -> tuple[int, int]:
         """Return height and width in pixels of the image made of one of `stored` height and width."""
@@ -189,7 +192,8 @@ class Framing:
             return self.fixed(image)
         height, width = image.shape[-2:]
         top, left, box_height, box_width = crop_box(height, width, draws, min_area=self.min_area)
-        return resize(image[..., top : top + box_height, left : left + box_width], (self.image_size, self.image_size))
+        box = image[..., top : top + box_height, left : left + box_width]
+        return resize(box, (self.image_size, self.image_size), self.interpolation)
 
     def fixed(self, images: Tensor) -> Tensor:
         """Return stored images of one size (uint8 [..., C, H, W]), resized and cropped at the center."""
@@ -198,7 +202,8 @@ class Framing:
         height, width, target = *images.shape[-2:], self.resize_size or self.image_size
         size = int(target * height / min(height, width)), int(target * width / min(height, width))
         top, left = round((size[0] - self.image_size) / 2), round((size[1] - self.image_size) / 2)
-        return resize(images, size)[..., top : top + self.image_size, left : left + self.image_size]
+        resized = resize(images, size, self.interpolation)
+        return resized[..., top : top + self.image_size, left : left + self.image_size]
 
 
 def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) -> tuple[int, int, int, int]:
@@ -220,10 +225,10 @@ def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) ->
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
-def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return `images` (uint8 [..., C, H, W], on the CPU) at `size` (height, width), bilinear with antialiasing."""
+def resize(images: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Return `images` (uint8 [..., C, H, W], on the CPU) at `size` (height, width), with antialiasing."""
     if tuple(images.shape[-2:]) == size:
         return images
     flat = images.reshape(-1, *images.shape[-3:])
-    resized = F.interpolate(flat, size=size, mode="bilinear", antialias=True)
+    resized = F.interpolate(flat, size=size, mode=interpolation, antialias=True)
     return resized.reshape(*images.shape[:-2], *size)
