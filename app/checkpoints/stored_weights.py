@@ -164,8 +164,9 @@ def open_stored(place: Path) -> StoredWeights:
 
 def _open_file(path: Path) -> StoredWeights:
     with disk_errors(path, "read"), path.open("rb") as opened:
-        begin = opened.read(4)
-    if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
+        begin = opened.read(9)
+    is_safetensors = begin[8:] == b"{" and begin[5:8] == bytes(3)  # after the size of its header, which can be 128, too
+    if begin.startswith((b"PK", b"\x80")) and not is_safetensors:  # a zip archive, as torch.save writes it, or a bare pickle
         return foreign_weights.open_pickle(path)
     if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
         raise CheckpointError(f"{path} is damaged, or not weights: it does not begin as a file of torch.save does")

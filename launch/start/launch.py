@@ -224,7 +224,8 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
         if lost and not ending.signals:  # one might come during the search
             left = spares.without(resolved, lost, environment)
             if left is None:
-                return _requeue(resolved, f"lost {listed(lost)} and cannot continue in this job", ending, say)
+                say(f"the run lost {listed(lost)}")  # Slurm can end this process in the midst of a requeue
+                return _requeue(resolved, "cannot continue in this job", ending, say)
             resolved = left
             on = listed(resolved.topology.hosts)
             say(f"the run lost {listed(lost)}, and resumes from its newest checkpoint on {on}")

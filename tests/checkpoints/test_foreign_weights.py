@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import SCRIPTS, run, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saved import save_split
 from scripts.saved_elsewhere import RECIPE, build
 from torch.distributed import checkpoint as dcp
@@ -231,6 +231,16 @@ def test_a_pickle_calls_nothing_and_reads_nothing_outside_of_its_storages(
     torch.save({"state_dict": {"a": value(marker)}}, tmp_path / "file.ckpt")
     with pytest.raises(CheckpointError, match=why):
         opened(tmp_path / "file.ckpt")
+
+
+def test_safetensors_are_no_pickle_whatever_the_size_of_their_header(tmp_path: Path) -> None:
+    """A pickle begins with 128, and so does a size of 128, 384, 640 bytes and so on."""
+    weights, begins = {"a": torch.arange(3.0)}, set()
+    for padding in range(0, 320, 8):
+        save_file(weights, tmp_path / "it.safetensors", metadata={"": "-" * padding})
+        begins.add((tmp_path / "it.safetensors").read_bytes()[0])
+        assert opened(tmp_path / "it.safetensors").keys() == weights.keys()
+    assert 128 in begins
 
 
 def test_damaged_archives_are_refused(tmp_path: Path) -> None:
