@@ -66,7 +66,7 @@ def run_page(page: Path, folder: Path, start: Callable[..., Started]) -> None:
         assert_printed(expected, done.output)
 
 
-LONG = {"lesson", "too-big"}
+LONG = {"lesson", "own-task", "too-big"}
 """Pages of many commands, which other tests run as well."""
 
 
