@@ -364,6 +364,8 @@ def spares_problem(options: argparse.Namespace, nodes: int, *, is_slurm: bool) -
     wish = f"--spares is {options.spares}" if options.spares else f"--min-nodes is {options.min_nodes}"
     if not is_slurm:
         return f"{wish}, but only a Slurm job can continue without one of its nodes: remove it"
+    if options.container_image:
+        return f"{wish}, but a run in containers (--container-image) cannot continue without one of its nodes: remove one"
     if nodes < 2:
         return f"{wish}, but the run has fewer than 2 nodes: request more, since the first node cannot be replaced"
     if nodes < (options.min_nodes or 0):
