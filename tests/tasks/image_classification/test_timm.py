@@ -152,9 +152,14 @@ def test_what_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.multiproc
-@pytest.mark.parametrize("keys", [["test_vit"], ["test_resnet", "train.freeze=*bn*,*downsample.2*,conv1.1*,conv1.4*"]])
+@pytest.mark.parametrize(
+    "keys", [["test_vit", "optim.lr=0.0003"], ["test_resnet", "train.freeze=*bn*,*downsample.2*,conv1.1*,conv1.4*"]]
+)
 def test_the_same_losses_under_every_strategy(tmp_path: Path, keys: list[str]) -> None:
-    """The residual network with batch statistics frozen, which otherwise depend on the micro-batch."""
+    """The residual network with batch statistics frozen, which otherwise depend on the micro-batch.
+
+    At the recipe's rate of 0.005 test_vit amplifies rounding: one process with accumulation 2 differs by 1.06e-5 at step 20.
+    """
     words = f"data.image_size=32 train.global_batch_size=32 train.steps=20 optim.warmup_epochs=0 model.name=timm:{keys[0]}"
     found = {}
     for preset, processes in (("cpu", 1), ("multi_gpu", 2), ("fsdp2", 2), ("deepspeed_zero3", 2)):
