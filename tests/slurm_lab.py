@@ -67,9 +67,10 @@ class Lab:
     def run(self, *command: str, node: str = "head", env: Mapping[str, str] | None = None) -> Finished:
         return self.start(*command, node=node, env=env).wait()
 
-    def sbatch(self, *arguments: str) -> str:
+    def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
         """Submit a job and return its id."""
-        return self.run("sbatch", "--parsable", f"--output={self._outputs}/%A-%a.out", *arguments).check().output.strip()
+        command = ("sbatch", "--parsable", f"--output={self._outputs}/%A-%a.out", *arguments)
+        return self.run(*command, env=env).check().output.strip()
 
     def lose(self, node: str, how: str) -> None:
         """Switch a node off (`power`), or pull its cable (`link`)."""

@@ -112,6 +112,8 @@ class Allocation:
     start: tuple[str, ...] = ()
     """Words that, put before a command, start it once on every node. Empty in the task of a node, which was started so. A task
     finds its own node rank, but not always the shape of the allocation: --processes-per-node gives it the processes."""
+    enter: tuple[str, ...] = ()
+    """Words between `start` and a command that run the command in a container. Empty: on the node itself."""
     start_origin: str = ""
     """Reason for `start`: `the batch script runs on the first node only`."""
     is_task: bool = False

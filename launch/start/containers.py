@@ -80,7 +80,7 @@ def with_image(
     run_dir: str | None,
     device_folder: Path = Path("/dev"),
 ) -> Allocation | None:
-    """Return the allocation with a `start` that also enters the image, if one is given. Raises UsageError."""
+    """Return the allocation with the words that enter the image, if one is given. Raises UsageError."""
     srun = allocation.start if allocation else ()
     for problem in problems(options, run_dir=Path(run_dir or ""), is_slurm=srun[:1] == ("srun",)):
         raise UsageError(problem)
@@ -101,7 +101,7 @@ def with_image(
         words += [*(f"--volume={mount}" for mount in mounts), *added, image]
     else:
         words = [runtime, "exec", "--bind", ",".join(mounts), "--pwd", str(folder), *added, image]
-    return replace(allocation, start=(*srun, *words))
+    return replace(allocation, enter=tuple(words))
 
 
 def _own_folders(run_dir: Path) -> list[str]:

@@ -113,7 +113,7 @@ class Resolved:
         added = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
         added += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
         inside = ["samerun"] if self.options.container_image else program("launch.cli")
-        return [*self.allocation.start, *inside, "launch", *added, *self.argv]
+        return [*self.allocation.start, *self.allocation.enter, *inside, "launch", *added, *self.argv]
 
     def resume_command(self) -> str:
         """Return what a user types to resume the run."""
@@ -364,8 +364,6 @@ def spares_problem(options: argparse.Namespace, nodes: int, *, is_slurm: bool) -
     wish = f"--spares is {options.spares}" if options.spares else f"--min-nodes is {options.min_nodes}"
     if not is_slurm:
         return f"{wish}, but only a Slurm job can continue without one of its nodes: remove it"
-    if options.container_image:
-        return f"{wish}, but a run in containers (--container-image) cannot continue without one of its nodes: remove one"
     if nodes < 2:
         return f"{wish}, but the run has fewer than 2 nodes: request more, since the first node cannot be replaced"
     if nodes < (options.min_nodes or 0):

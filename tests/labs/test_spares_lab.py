@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ pytestmark = [
 
 SCRIPT = str(REPOSITORY / "launch" / "multinode.sh")
 STEPS = 160
-NODES = 17
+NODES = 22
 RECIPE = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=48", "log.every_steps=1", "optim.lr=1e-4",
           "train.evaluate_every_epochs=0", "checkpoint.every_steps=5", "--trackers", "none")  # fmt: skip
 # Many small passes for a step, so that there is time to lose a node.
@@ -53,12 +53,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     assert slurm_lab.left_over(folder) == []
 
 
-def submit(lab: Lab, nodes: str, count: int, run_dir: Path, *options: str) -> str:
+def submit(lab: Lab, nodes: str, count: int, run_dir: Path, *options: str, env: Mapping[str, str] | None = None) -> str:
     """Submit a run on some of these nodes of the lab, one process on each."""
     ours = ("--oversubscribe", "--mem=4G", "--gpus-per-node=2", "--time=20", "--no-kill")
     others = ",".join(f"node{it}" for it in range(1, NODES + 1) if f"node{it}" not in hosts_of(nodes))
     command = (SCRIPT, "--processes-per-node", "1", "--run-dir", str(run_dir), *options, *SLOWLY)
-    return lab.sbatch(*ours, f"--nodes={count}", f"--exclude={others}", *command)
+    return lab.sbatch(*ours, f"--nodes={count}", f"--exclude={others}", *command, env=env)
 
 
 def wait_for_checkpoint_of(lab: Lab, job: str, run_dir: Path, hosts: list[str]) -> None:
@@ -144,3 +144,19 @@ def test_too_few_nodes_requeue_the_job(lab: Lab, undisturbed: Path, tmp_path: Pa
     over = lab.wait(job)
     assert_same(over, run_dir, undisturbed, ["node15"])
     assert "samerun: the run lost node15\n" in over.output
+
+
+def test_a_run_in_containers_replaces_a_node_and_is_requeued_without_its_first(
+    lab: Lab, installed: Path, undisturbed: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run_dir, env = tmp_path / "run", slurm_lab.container_environment(installed, tmp_path_factory.getbasetemp())
+    image = ("--container-image", str(installed.parent))
+    job = submit(lab, "node[18-22]", 3, run_dir, "--spares", "1", *image, env=env)
+    wait_for_checkpoint_of(lab, job, run_dir, ["node18", "node19"])
+    lab.lose("node19", "power")
+    wait_for_checkpoint_of(lab, job, run_dir, ["node18", "node20"])
+    lab.lose("node18", "power")
+    over = lab.wait(job)
+    assert_same(over, run_dir, undisturbed, ["node19"])
+    assert " apptainer exec " in over.output
+    assert lab.facts(job)["Restarts"] == "1"

@@ -80,7 +80,7 @@ def golden_lines():
                 resolved.read(words)[0], found(name), {}, run_dir=run_dir, device_folder=Path("/none")
             )
             yield f"## {name} in {runtime}"
-            yield shlex.join(allocation.start).replace(str(Path.cwd()), "FOLDER") + " samerun launch"
+            yield shlex.join([*allocation.start, *allocation.enter]).replace(str(Path.cwd()), "FOLDER") + " samerun launch"
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_a_dry_run_prints_the_command_of_every_node(dry_run):
 def test_amd_gpus_are_in_the_container(tmp_path):
     (tmp_path / "kfd").touch()
     options = resolved.read(["--container-image", "it.sif"])[0]
-    start = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="run", device_folder=tmp_path).start
-    assert start[-2:] == ("--rocm", "it.sif")
+    words = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="run", device_folder=tmp_path).enter
+    assert words[-2:] == ("--rocm", "it.sif")
 
 
 def test_a_run_folder_behind_a_link_is_in_the_container(tmp_path, monkeypatch):
@@ -247,8 +247,8 @@ def test_a_run_folder_behind_a_link_is_in_the_container(tmp_path, monkeypatch):
     (folder / "runs").symlink_to(scratch)
     monkeypatch.chdir(folder)
     options = resolved.read(["--container-image", "it.sif"])[0]
-    start = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="runs/it").start
-    assert f"{folder}:{folder},{scratch}/it:{scratch}/it" in start
+    words = containers.with_image(options, found("2node-exclusive-batch"), {}, run_dir="runs/it").enter
+    assert f"{folder}:{folder},{scratch}/it:{scratch}/it" in words
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,8 @@ def test_a_container_that_cannot_be_is_reported(tmp_path):
     assert "only a batch script or salloc of Slurm" in pbs
 
 
-def test_a_job_of_pbs_or_in_containers_has_no_spare_nodes(tmp_path):
+def test_a_job_of_pbs_has_no_spare_nodes(tmp_path):
     assert problems(tmp_path, *PBS, "--spares", "1")[0].startswith("--spares is 1, but only a Slurm job can continue")
-    image = ("--container-image", "docker://it", "--spares", "1")
-    assert problems(tmp_path, *SLURM, *image)[0].startswith("--spares is 1, but a run in containers")
 
 
 def test_an_unfinished_run_is_resumed_and_a_finished_one_refused(tmp_path):
