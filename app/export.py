@@ -175,7 +175,7 @@ def export_for_dcp(reader: Reader, out: Path, *, key: str) -> list[Path]:
 
 
 def _contents(reader: Reader, key: str) -> dict[str, Content]:
-    """Return the tensors `key` and the buffers of a checkpoint as those of the plain model."""
+    """Return the tensors `key` and the buffers of a checkpoint by the names of the plain model."""
     contents = reader.contents(key)
     if (adapters := _adapters(reader)) is None:
         return contents

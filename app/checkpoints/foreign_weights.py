@@ -263,7 +263,7 @@ def in_memory(tensor: Tensor) -> StoredTensor:
 
 
 def _in_a_row(name: str, shape: tuple[int, ...], tensors: Iterable[Tensor]) -> StoredTensor:
-    """Return a tensor whose elements are those of 1-D tensors, one after another."""
+    """Return 1-D tensors, one after another, as one stored tensor."""
     parts: list[Part] = []
     at, dtype = 0, torch.float32
     for tensor in tensors:

@@ -1,6 +1,6 @@
 """Weights in files, of this application or others, and the model file of a run, `model.safetensors` with `model.json`.
 
-Safetensors files and state dicts of `torch.save`, alone or split into files with an index, and checkpoints, also those of other
+Safetensors files and state dicts of `torch.save`, alone or split into files with an index, and checkpoints, also from other
 programs (foreign_weights.py). No code in a file is run.
 
 The weights load into the plain model that the task builds, for example torchvision's, without this package.

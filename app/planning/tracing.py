@@ -370,7 +370,7 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
 def fake_group(ranks: int, context_parallel: int = 1) -> Iterator[tuple[Any, Any]]:
     """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing.
 
-    Return its mesh, and that of the ranks that split the sequences of rank 0.
+    Return its mesh, and the mesh of the ranks that split the sequences of rank 0.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

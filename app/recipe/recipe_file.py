@@ -146,7 +146,7 @@ def with_places(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
 def with_commits_of(recipe: Recipe, run_dir: str | None, resume: str | None) -> Recipe:
     """Return the recipe with the commits that the run to resume has recorded for its models of the hub.
 
-    A branch may have moved since. Another name or revision keeps its value, which `check_same_run` then refuses.
+    A branch can have moved since. Another name or revision keeps its value, which `check_same_run` then refuses.
     """
     places = hub_places(recipe)
     place = run_dir if resume in (None, "auto") else resume

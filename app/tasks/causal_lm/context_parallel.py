@@ -96,8 +96,8 @@ def split(
 def summed(nats: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the nats of all parts.
 
-    Its gradient is that of this process's part times the number of processes. The mean over all processes, which FSDP2 takes,
-    is then the gradient of whole rows.
+    Its gradient is the gradient of this process's part, times the number of processes. The mean over all processes, which
+    FSDP2 takes, is then the gradient of whole rows.
     """
     whole = nats.detach().clone()
     torch.distributed.all_reduce(whole, group=mesh.get_group())
@@ -122,7 +122,7 @@ def _attention(
     if part is None:
         from transformers import AttentionInterface
 
-        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:  # that of `split`
+        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:  # the one of `split`
             raise PresetError(
                 f"{type(module).__name__} does not get the part of the rows that it is called with: use fsdp2.yaml"
             )

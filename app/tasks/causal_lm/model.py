@@ -425,7 +425,7 @@ def _add_adapters(model: Any, recipe: ModelRecipe) -> None:
             hint = did_you_mean(target, layers, then=f"its layers are {listed(sorted(layers), 20)}")
             raise RecipeError(f"model.lora_targets has {target}, and no layer of the model has that name; {hint}")
         known = _attention_layers(model)
-        if model.config.model_type in MIXTURES and target.rpartition(".")[2] not in known:  # peft may adapt experts by it too
+        if model.config.model_type in MIXTURES and target.rpartition(".")[2] not in known:  # peft could adapt experts too
             raise RecipeError(
                 f"model.lora_targets has {target}, and in a mixture of experts only {', '.join(known)} can have adapters"
             )
